@@ -1,0 +1,454 @@
+"""One decoder for Qwen2.5 and Llama 3: a configuration says which of the two it is.
+
+The same parameters are run in two ways. `Decoder.__call__` scores packed trees: layers are scanned
+(one compiled body, rematerialised if asked) and attention follows ``subtree_end``. `Decoder.decode`
+samples: layers are unrolled, since a scanned stack copies weights and cache slices at every token.
+
+Parameters are stacked along a leading ``layers`` axis and every one is declared once, in `Block` or
+`Decoder`, with its shape, its logical axes and its initialiser; abstract shapes, sharding and
+initial values all derive from that line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from bpo_jax.models import tree_attention
+
+Params = dict[str, Any]
+"""Nested dictionary of arrays, the plain pytree that jitted functions take."""
+Cache = tuple[tuple[jax.Array, jax.Array], ...]
+"""Keys and values of every layer, each [batch, length, kv_heads, head_dim]."""
+Remat = Literal["none", "dots", "full"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama 3.1's stretching of the slow rotary frequencies (Hugging Face ``rope_type: llama3``).
+
+    Wavelengths below ``original_max_positions / high_freq_factor`` are kept, those above
+    ``original_max_positions / low_freq_factor`` are multiplied by `factor`, and those between are
+    interpolated.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Everything that distinguishes one decoder from another.
+
+    Attributes:
+      vocab_size: rows of the embedding, as many as the model has, used or not.
+      head_dim: size of one attention head; queries are ``num_heads * head_dim`` wide.
+      rope_scaling: None, or Llama 3.1's frequency scaling.
+      tie_embeddings: the vocabulary head is the transposed embedding.
+      qkv_bias: biases on the query, key and value projections (Qwen2.5 has them, Llama not).
+      dtype: of the activations. Norms, rotary angles and softmax are float32 in any case.
+      param_dtype: of the stored parameters, cast to `dtype` where they are used.
+      max_positions: longest path the model is made for.
+      remat: what the backward pass of the packed forward recomputes: nothing, all but the matrix
+        products, or every layer from its input.
+      attention: implementation of `tree_attention` in the packed forward.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    rms_norm_eps: float = 1e-6
+    tie_embeddings: bool = True
+    qkv_bias: bool = True
+    dtype: str = "float32"
+    param_dtype: str = "float32"
+    max_positions: int = 32_768
+    remat: Remat = "none"
+    attention: tree_attention.Implementation = "auto"
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads="
+                f"{self.num_kv_heads}: every key/value head serves the same number of query heads"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd; rotary embedding turns pairs")
+        for name in ("dtype", "param_dtype"):
+            if getattr(self, name) not in ("float32", "bfloat16"):
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected float32 or bfloat16")
+        if self.remat not in ("none", "dots", "full"):
+            raise ValueError(f"remat={self.remat!r}: expected none, dots or full")
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any], **overrides: Any) -> DecoderConfig:
+        """Reads the contents of a Hugging Face ``config.json``.
+
+        Args:
+          config: the parsed file; ``model_type`` must be ``qwen2`` or ``llama``.
+          **overrides: fields of the result to set, e.g. ``dtype``.
+
+        Raises:
+          ValueError: a model type or an option that this decoder does not compute.
+        """
+        kind = config.get("model_type")
+        if kind not in ("qwen2", "llama"):
+            raise ValueError(f"model_type={kind!r}: this decoder computes qwen2 and llama")
+        _refuse_unsupported(config)
+        # Newer files nest all rotary settings under one key.
+        rope = config.get("rope_parameters") or {}
+        scaling = config.get("rope_scaling") or rope
+        heads = config["num_attention_heads"]
+        fields: dict[str, Any] = {
+            "vocab_size": config["vocab_size"],
+            "hidden_size": config["hidden_size"],
+            "intermediate_size": config["intermediate_size"],
+            "num_layers": config["num_hidden_layers"],
+            "num_heads": heads,
+            "num_kv_heads": config.get("num_key_value_heads") or heads,
+            "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+            "rope_theta": float(config.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
+            "rope_scaling": _rope_scaling_from_hf(scaling),
+            "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+            "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
+            "qkv_bias": kind == "qwen2" or bool(config.get("attention_bias", False)),
+            "max_positions": int(config.get("max_position_embeddings", 32_768)),
+        }
+        return cls(**(fields | overrides))
+
+    def to_hf(self) -> dict[str, Any]:
+        """The ``config.json`` with which transformers builds the same model."""
+        kind = "qwen2" if self.qkv_bias else "llama"
+        rope: dict[str, Any] | None = None
+        if self.rope_scaling is not None:
+            rope = {
+                "rope_type": "llama3",
+                "factor": self.rope_scaling.factor,
+                "low_freq_factor": self.rope_scaling.low_freq_factor,
+                "high_freq_factor": self.rope_scaling.high_freq_factor,
+                "original_max_position_embeddings": self.rope_scaling.original_max_positions,
+            }
+        return {
+            "architectures": ["Qwen2ForCausalLM" if kind == "qwen2" else "LlamaForCausalLM"],
+            "model_type": kind,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rope_theta": self.rope_theta,
+            "rope_scaling": rope,
+            "rms_norm_eps": self.rms_norm_eps,
+            "tie_word_embeddings": self.tie_embeddings,
+            "max_position_embeddings": self.max_positions,
+            "torch_dtype": self.param_dtype,
+        }
+
+
+def _refuse_unsupported(config: dict[str, Any]) -> None:
+    if config.get("use_sliding_window"):
+        raise ValueError("use_sliding_window=true: this decoder has full attention only")
+    if config.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act={config['hidden_act']!r}: this decoder computes silu")
+    if config["model_type"] == "llama" and config.get("attention_bias"):
+        raise ValueError("attention_bias=true on a llama: its output bias is not computed here")
+    if config.get("mlp_bias"):
+        raise ValueError("mlp_bias=true: this decoder's feed-forward layers have no bias")
+
+
+def _rope_scaling_from_hf(scaling: dict[str, Any]) -> RopeScaling | None:
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise ValueError(f"rope_scaling type {kind!r}: expected default or llama3")
+    return RopeScaling(
+        factor=float(scaling["factor"]),
+        low_freq_factor=float(scaling["low_freq_factor"]),
+        high_freq_factor=float(scaling["high_freq_factor"]),
+        original_max_positions=int(scaling["original_max_position_embeddings"]),
+    )
+
+
+def _param(
+    rngs: nnx.Rngs,
+    config: DecoderConfig,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    initializer: Callable[..., jax.Array],
+) -> nnx.Param:
+    """Declares one parameter; `axes` are the logical names that sharding rules refer to."""
+    value = initializer(rngs.params(), shape, jnp.dtype(config.param_dtype))
+    # Placement is the caller's business (jit with out_shardings), so nothing is moved here.
+    return nnx.Param(value, out_sharding=axes, eager_sharding=False)
+
+
+def _normal(stddev: float) -> Callable[..., jax.Array]:
+    return nnx.initializers.normal(stddev)
+
+
+_ones, _zeros = nnx.initializers.ones, nnx.initializers.zeros
+_INIT_STDDEV = 0.02
+
+
+class Block(nnx.Module):
+    """One transformer layer: attention, then the gated feed-forward, each after an RMSNorm."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        def param(shape, axes, initializer=_normal(_INIT_STDDEV)):
+            return _param(rngs, config, shape, axes, initializer)
+
+        c = config
+        d, f, h, k, n = (
+            c.hidden_size, c.intermediate_size, c.num_heads, c.num_kv_heads, c.head_dim
+        )  # fmt: skip
+        # What is added to the residual stream starts smaller, so that depth does not amplify it.
+        into_residual = _normal(_INIT_STDDEV / math.sqrt(2 * c.num_layers))
+        self.attention_norm = param((d,), ("embed",), _ones)
+        self.q = param((d, h, n), ("embed", "heads", "head_dim"))
+        self.k = param((d, k, n), ("embed", "kv_heads", "head_dim"))
+        self.v = param((d, k, n), ("embed", "kv_heads", "head_dim"))
+        self.o = param((h, n, d), ("heads", "head_dim", "embed"), into_residual)
+        if c.qkv_bias:
+            self.q_bias = param((h, n), ("heads", "head_dim"), _zeros)
+            self.k_bias = param((k, n), ("kv_heads", "head_dim"), _zeros)
+            self.v_bias = param((k, n), ("kv_heads", "head_dim"), _zeros)
+        self.mlp_norm = param((d,), ("embed",), _ones)
+        self.gate = param((d, f), ("embed", "mlp"))
+        self.up = param((d, f), ("embed", "mlp"))
+        self.down = param((f, d), ("mlp", "embed"), into_residual)
+        self.config = config
+
+    def __call__(
+        self,
+        x_btd: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    ) -> jax.Array:
+        """Runs the layer; `attend` maps rotated (q, k, v) to the heads' outputs."""
+        c = self.config
+        dtype = x_btd.dtype
+        h_btd = rms_norm(x_btd, self.attention_norm[...], c.rms_norm_eps)
+        q, k, v = (_project(h_btd, w[...].astype(dtype)) for w in (self.q, self.k, self.v))
+        if c.qkv_bias:
+            q = q + self.q_bias[...].astype(dtype)
+            k = k + self.k_bias[...].astype(dtype)
+            v = v + self.v_bias[...].astype(dtype)
+        out_bthd = attend(rotate(q, *rope), rotate(k, *rope), v)
+        x_btd = x_btd + jnp.einsum("bthn,hnd->btd", out_bthd, self.o[...].astype(dtype))
+        h_btd = rms_norm(x_btd, self.mlp_norm[...], c.rms_norm_eps)
+        gate = jax.nn.silu(h_btd @ self.gate[...].astype(dtype))
+        up = h_btd @ self.up[...].astype(dtype)
+        return x_btd + (gate * up) @ self.down[...].astype(dtype)
+
+
+def _project(x_btd: jax.Array, w_dhn: jax.Array) -> jax.Array:
+    return jnp.einsum("btd,dhn->bthn", x_btd, w_dhn)
+
+
+class Decoder(nnx.Module):
+    """A causal language model without its softmax; see the module's docstring."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        d, v = config.hidden_size, config.vocab_size
+        self.config = config
+        self.embedding = _param(rngs, config, (v, d), ("vocab", "embed"), _normal(_INIT_STDDEV))
+
+        @nnx.split_rngs(splits=config.num_layers)
+        @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+        def stack(rngs: nnx.Rngs) -> Block:
+            return Block(config, rngs=rngs)
+
+        self.layers = stack(rngs)
+        self.final_norm = _param(rngs, config, (d,), ("embed",), _ones)
+        if not config.tie_embeddings:
+            self.head = _param(rngs, config, (d, v), ("embed", "vocab"), _normal(_INIT_STDDEV))
+
+    def __call__(
+        self,
+        tokens_bt: Int[Array, "b t"],
+        position_bt: Int[Array, "b t"],
+        subtree_end_bt: Int[Array, "b t"],
+    ) -> Float[Array, "b t d"]:
+        """Hidden states of packed trees, after the final norm.
+
+        Args:
+          tokens_bt: token ids in preorder.
+          position_bt: depth of every token in its own path; the rotary position.
+          subtree_end_bt: one past the last token below each; see `tree_attention`.
+
+        Returns:
+          Hidden states in ``config.dtype``. The prediction of token i is read at its parent.
+        """
+        c = self.config
+        rope = rope_angles(c, position_bt)
+        graphdef, stacked = nnx.split(self.layers)
+
+        def attend(q, k, v):
+            return tree_attention.tree_attention(
+                q, k, v, subtree_end_bt, implementation=c.attention
+            )
+
+        def layer(x_btd, params):
+            return nnx.merge(graphdef, params)(x_btd, rope, attend), None
+
+        if c.remat != "none":
+            policies = jax.checkpoint_policies
+            keep = {
+                "full": policies.nothing_saveable,
+                "dots": policies.dots_with_no_batch_dims_saveable,
+            }
+            # Inside a scan the barriers against common subexpressions would only cost time.
+            layer = jax.checkpoint(layer, policy=keep[c.remat], prevent_cse=False)
+        x_btd, _ = jax.lax.scan(layer, self._embed(tokens_bt), nnx.to_pure_dict(stacked))
+        return rms_norm(x_btd, self.final_norm[...], c.rms_norm_eps)
+
+    def decode(
+        self,
+        tokens_bs: Int[Array, "b s"],
+        start_b: Int[Array, "b"],
+        cache: Cache,
+    ) -> tuple[Float[Array, "b s d"], Cache]:
+        """Appends tokens to a cache: one at a time while sampling, many while prefilling.
+
+        The tokens of row b sit at positions ``start_b[b] + arange(s)``, are written there, and see
+        cache positions up to their own. A row may be padded on the right: what padding writes is
+        never seen by a token at or before it, and is overwritten by the row's next tokens.
+        Positions beyond the cache are not written.
+
+        Returns:
+          Hidden states after the final norm, and the cache, updated in place where it is donated.
+        """
+        c = self.config
+        graphdef, stacked = nnx.split(self.layers)
+        params = nnx.to_pure_dict(stacked)
+        position_bs = start_b[:, None] + jnp.arange(tokens_bs.shape[1], dtype=start_b.dtype)
+        rope = rope_angles(c, position_bs)
+        x_bsd = self._embed(tokens_bs)
+        updated = []
+        for index, kv in enumerate(cache):
+            block = nnx.merge(graphdef, jax.tree.map(lambda p, i=index: p[i], params))
+
+            def attend(q, k, v, kv=kv):
+                keys, values = (_write(old, new, position_bs) for old, new in zip(kv, (k, v)))
+                updated.append((keys, values))
+                return _cached_attention(q, keys, values, position_bs)
+
+            x_bsd = block(x_bsd, rope, attend)
+        return rms_norm(x_bsd, self.final_norm[...], c.rms_norm_eps), tuple(updated)
+
+    def head_dv(self) -> Float[Array, "d v"]:
+        """The matrix that turns hidden states into logits."""
+        return self.embedding[...].T if self.config.tie_embeddings else self.head[...]
+
+    def _embed(self, tokens: jax.Array) -> jax.Array:
+        return self.embedding[...].at[tokens].get(mode="clip").astype(jnp.dtype(self.config.dtype))
+
+
+def rms_norm(x: jax.Array, scale_d: jax.Array, eps: float) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) * scale over the last axis, computed in float32."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * scale_d.astype(jnp.float32)).astype(x.dtype)
+
+
+def rope_angles(config: DecoderConfig, position_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines [b, t, 1, head_dim/2] of the rotary angles, float32."""
+    half = config.head_dim // 2
+    frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    scaling = config.rope_scaling
+    if scaling is not None:
+        turns = scaling.original_max_positions * frequency / (2 * math.pi)
+        kept = (turns - scaling.low_freq_factor) / (
+            scaling.high_freq_factor - scaling.low_freq_factor
+        )
+        kept = jnp.clip(kept, 0.0, 1.0)
+        frequency = frequency * (kept + (1.0 - kept) / scaling.factor)
+    angle = position_bt[..., None, None].astype(jnp.float32) * frequency
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x_bthn: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Turns the pairs (i, i + head_dim/2) of every head, in float32."""
+    first, second = jnp.split(x_bthn.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x_bthn.dtype)
+
+
+def _write(cache_btkd: jax.Array, new_bskd: jax.Array, position_bs: jax.Array) -> jax.Array:
+    rows = jnp.arange(cache_btkd.shape[0])[:, None]
+    return cache_btkd.at[rows, position_bs].set(
+        new_bskd.astype(cache_btkd.dtype),
+        mode="drop", unique_indices=True, indices_are_sorted=True,
+    )  # fmt: skip
+
+
+def _cached_attention(
+    q_bshd: jax.Array, k_btkd: jax.Array, v_btkd: jax.Array, position_bs: jax.Array
+) -> jax.Array:
+    """Attention of s tokens to cache positions up to their own; keys are not repeated."""
+    b, s, h, d = q_bshd.shape
+    t, kv = k_btkd.shape[1:3]
+    q_bskgd = q_bshd.reshape(b, s, kv, h // kv, d) * (d**-0.5)
+    scores_bkgst = jnp.einsum(
+        "bskgd,btkd->bkgst", q_bskgd, k_btkd.astype(q_bshd.dtype),
+        preferred_element_type=jnp.float32,
+    )  # fmt: skip
+    seen_bst = jnp.arange(t) <= position_bs[..., None]
+    scores_bkgst = jnp.where(seen_bst[:, None, None], scores_bkgst, -jnp.inf)
+    weights_bkgst = jax.nn.softmax(scores_bkgst, axis=-1).astype(q_bshd.dtype)
+    out_bskgd = jnp.einsum("bkgst,btkd->bskgd", weights_bkgst, v_btkd.astype(q_bshd.dtype))
+    return out_bskgd.reshape(b, s, h, d)
+
+
+def init(config: DecoderConfig, seed: int) -> tuple[nnx.GraphDef, Params]:
+    """Builds a decoder with random parameters.
+
+    Returns:
+      The static description of the module and its parameters as a nested dictionary; inside a
+      jitted function ``nnx.merge(graphdef, params)`` is the `Decoder` again.
+    """
+    graphdef, params = nnx.split(Decoder(config, rngs=nnx.Rngs(seed)))
+    return graphdef, nnx.to_pure_dict(params)
+
+
+def abstract(config: DecoderConfig) -> tuple[nnx.GraphDef, Params, Params]:
+    """Describes a decoder without allocating it.
+
+    Returns:
+      The static description, the parameters as ``jax.ShapeDtypeStruct``, and in the same structure
+      the tuple of logical axis names of every parameter.
+    """
+    shapes = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(shapes)
+    axes = jax.tree.map(
+        lambda p: p.get_metadata("out_sharding"), state,
+        is_leaf=lambda x: isinstance(x, nnx.Variable),
+    )  # fmt: skip
+    return graphdef, nnx.to_pure_dict(state), nnx.to_pure_dict(axes)
+
+
+def init_cache(config: DecoderConfig, batch: int, length: int, dtype: str = "float32") -> Cache:
+    """An empty cache for `batch` rows of up to `length` tokens."""
+    shape = (batch, length, config.num_kv_heads, config.head_dim)
+    return tuple(
+        (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers)
+    )
