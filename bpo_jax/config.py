@@ -1,0 +1,388 @@
+"""The configuration of a run: every key with its default, and the checks that refuse a bad one.
+
+A config file's ``get_config`` starts from `base()` and changes what its task needs. ``None`` stands
+for "implied": by the algorithm (roots, branching) or by another key; `resolve` fills it in and checks
+everything, before JAX is imported and before anything is computed.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import math
+import numbers
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from ml_collections import config_dict
+
+from bpo_jax import estimators
+
+MODES = ("train", "eval", "warmstart")
+FLAT_ROOTS = 10
+BRANCHING = {"roots": 2, "forks": 2, "children": 3}
+"""10 returns a task either way: 2 roots, and 2 forks under each with 2 fresh siblings."""
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work; one line: the key, its value, what was expected, what to do."""
+
+
+def base() -> config_dict.ConfigDict:
+    """Every key of a run with its default value."""
+    optional = config_dict.placeholder
+    config = config_dict.ConfigDict()
+    config.seed = 0  # everything random derives from it
+
+    config.environment = environment = config_dict.ConfigDict()
+    # "package.module:function" that makes the environment (see bpo_jax.sandbox.api.Environment).
+    environment.factory = "bpo_jax.environments.alfworld:make"
+    environment.data = optional(str)  # folder of official data; None: generated games
+    environment.max_turns = 24  # a trajectory is truncated after this many actions
+    environment.train_split = "train"  # endless, seeded
+
+    config.policy = policy = config_dict.ConfigDict()
+    # Where the parameters come from: "random", "package:<name>" (shipped with bpo_jax), or a folder in
+    # Hugging Face's format.
+    policy.init = "random"
+    policy.preset = "tiny"  # sizes, where init = "random"; otherwise those of the folder
+    policy.tokenizer = optional(str)  # folder; None: the one that lies with the parameters
+    policy.context = 768  # longest branch in tokens, prompt included
+    policy.dtype = "float32"  # of activations: float32 | bfloat16
+    policy.param_dtype = "float32"  # of parameters and optimiser state
+    policy.remat = "none"  # recompute in the backward pass: none | dots | full
+
+    config.algorithm = algorithm = config_dict.ConfigDict()
+    algorithm.name = "bpo"  # one of bpo_jax.estimators.ALGORITHMS
+    algorithm.roots = optional(int)  # M trajectories from the start of a task; None: implied
+    algorithm.gamma = 1.0  # discount per action
+    algorithm.flow_exponent = 1.0  # bpo: 1 is the policy gradient, 0 counts every action equally
+    algorithm.shrinkage = False  # bpo: shrink fork baselines with statistics of earlier updates
+    algorithm.epsilon = 1e-6  # grpo: added to the standard deviation
+
+    config.branching = branching = config_dict.ConfigDict()
+    branching.placement = optional(str)  # entropy | random | fixed | none; None: implied
+    branching.forks = optional(int)  # at most this many forks below each root; None: implied
+    branching.children = optional(int)  # K, children of a fork, the first included; None: implied
+    branching.quantile = 0.7  # entropy: fork above this quantile of recently seen entropies
+    branching.min_gap = 2  # actions between two forks of one path, at least
+    branching.window = 2048  # entropies the quantile is taken over, all from earlier updates
+
+    config.rollout = rollout = config_dict.ConfigDict()
+    rollout.temperature = 1.0  # of sampling, and of all log-probs in the loss
+    rollout.action_tokens = 24  # longest action
+    rollout.slots = 32  # branches sampled at the same time
+    rollout.top_p = 1.0  # only 1 when training: a truncated policy has another gradient
+    rollout.top_k = 0  # only 0 when training
+
+    config.loss = loss = config_dict.ConfigDict()
+    loss.clip_low = 0.2  # ratios are clipped to [1 - clip_low, 1 + clip_high]
+    loss.clip_high = 0.2
+    loss.dual_clip = optional(float)  # bound for negative advantages, > 1; None: none
+    loss.kl_weight = 0.0  # of the KL to the reference policy (the initial one)
+    loss.kl_estimator = "k2"  # k1 | k2 | k3
+    loss.entropy_weight = 0.0
+    loss.normalizer = 100.0  # C; a constant near the number of sampled tokens in a trajectory
+    loss.chunk = 1024  # tokens whose logits exist at the same time
+
+    config.optimizer = optimizer = config_dict.ConfigDict()
+    optimizer.learning_rate = 3e-4
+    optimizer.warmup = 5  # updates
+    optimizer.schedule = "constant"  # constant | cosine (over budget.updates)
+    optimizer.b1 = 0.9
+    optimizer.b2 = 0.95
+    optimizer.eps = 1e-8
+    optimizer.weight_decay = 0.0
+    optimizer.max_grad_norm = 1.0  # 0: no clipping
+
+    config.batch = batch = config_dict.ConfigDict()
+    batch.tasks = 8  # P, tasks an update
+    batch.rows = 2  # rows of a micro-batch
+    batch.row_length = 2048  # tokens of a row, a multiple of 128
+    batch.minibatches = 1  # optimiser steps an epoch; divides tasks
+    batch.epochs = 1  # passes over an update's trees
+
+    # Whichever is set and reached first ends the run.
+    config.budget = budget = config_dict.ConfigDict()
+    budget.updates = optional(int)
+    budget.decoded_tokens = optional(int)
+    budget.returns = optional(int)
+
+    config.eval = evaluation = config_dict.ConfigDict()
+    evaluation.split = "valid_unseen"
+    evaluation.tasks = 200  # the first so many of the split; 0: all
+    evaluation.every = 0  # updates between evaluations; 0: at the start and at the end only
+    evaluation.temperature = 0.4  # 0: greedy
+    evaluation.slots = 64  # branches sampled at the same time
+
+    config.checkpoint = checkpoint = config_dict.ConfigDict()
+    checkpoint.every = 10  # updates; one is always written at the end and on Ctrl-C
+    checkpoint.keep = 2
+
+    config.mesh = mesh = config_dict.ConfigDict()
+    mesh.data = 1  # replicas of the model
+    mesh.fsdp = -1  # ways parameters are sharded; -1: the devices that are left
+    mesh.tensor = 1  # ways heads and the vocabulary are split
+
+    config.log = log = config_dict.ConfigDict()
+    log.tensorboard = True  # event files in WORKDIR/tensorboard
+    return config
+
+
+def resolve(config: config_dict.ConfigDict, *, mode: str = "train") -> config_dict.ConfigDict:
+    """A copy with implied values filled in, checked and locked.
+
+    Raises:
+      ConfigError: see `validate`.
+    """
+    config = config_dict.ConfigDict(copy.deepcopy(config.to_dict()))
+    algorithm = _algorithm(config)
+    branching = config.branching
+    if branching.placement is None:
+        branching.placement = algorithm.placements[0]
+    flat = branching.placement == "none"
+    if config.algorithm.roots is None:
+        config.algorithm.roots = FLAT_ROOTS if flat else BRANCHING["roots"]
+    if branching.forks is None:
+        branching.forks = 0 if flat else BRANCHING["forks"]
+    if branching.children is None:
+        branching.children = 1 if flat else BRANCHING["children"]
+    validate(config, mode=mode)
+    config.lock()
+    return config
+
+
+def validate(config: config_dict.ConfigDict, *, mode: str = "train") -> None:
+    """Checks a config without implied values left.
+
+    Raises:
+      ConfigError: the first thing found wrong, in one line.
+    """
+    if mode not in MODES:
+        raise ConfigError(f"--mode={mode}: expected one of {', '.join(MODES)}")
+    _numbers(config)
+    _environment(config)
+    _policy(config)
+    _branching(config, _algorithm(config))
+    _algorithm_settings(config, _algorithm(config))
+    if mode == "train":
+        _training(config)
+    _choices(config)
+
+
+def algorithm_settings(config: config_dict.ConfigDict) -> dict[str, Any]:
+    """Constant keyword arguments of the estimator that this config's algorithm accepts."""
+    accepted = _algorithm(config).settings
+    names = ("flow_exponent", "epsilon")
+    return {name: config.algorithm[name] for name in names if name in accepted}
+
+
+def _fail(config: config_dict.ConfigDict, key: str, expected: str) -> None:
+    value: Any = config
+    for part in key.split("."):
+        value = value[part]
+    raise ConfigError(f"{key}={value!r}: {expected}")
+
+
+def _algorithm(config: config_dict.ConfigDict) -> estimators.Algorithm:
+    name = config.algorithm.name
+    if name not in estimators.ALGORITHMS:
+        known = ", ".join(sorted(estimators.ALGORITHMS))
+        raise ConfigError(f"algorithm.name={name!r}: unknown algorithm, expected one of {known}")
+    return estimators.ALGORITHMS[name]
+
+
+_AT_LEAST: dict[str, float] = {
+    "seed": 0, "environment.max_turns": 1, "policy.context": 2, "algorithm.roots": 1,
+    "branching.forks": 0, "branching.children": 1, "branching.min_gap": 1, "branching.window": 1,
+    "rollout.action_tokens": 1, "rollout.slots": 1, "rollout.top_k": 0, "loss.kl_weight": 0,
+    "loss.entropy_weight": 0, "loss.chunk": 1, "optimizer.warmup": 0, "optimizer.weight_decay": 0,
+    "optimizer.max_grad_norm": 0, "batch.tasks": 1, "batch.rows": 1, "batch.row_length": 128,
+    "batch.minibatches": 1, "batch.epochs": 1, "budget.updates": 1, "budget.decoded_tokens": 1,
+    "budget.returns": 1, "eval.tasks": 0, "eval.every": 0, "eval.temperature": 0, "eval.slots": 1,
+    "checkpoint.every": 1, "checkpoint.keep": 1,
+}  # fmt: skip
+_POSITIVE = (
+    "loss.clip_low", "loss.clip_high", "loss.normalizer", "optimizer.learning_rate",
+    "optimizer.eps", "algorithm.epsilon",
+)  # fmt: skip
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "algorithm.gamma": (lambda x: 0 < x <= 1, "in (0, 1]"),
+    "algorithm.flow_exponent": (lambda x: 0 <= x <= 1, "in [0, 1]"),
+    "branching.quantile": (lambda x: 0 <= x < 1, "in [0, 1)"),
+    "rollout.top_p": (lambda x: 0 < x <= 1, "in (0, 1]"),
+    "loss.clip_low": (lambda x: 0 < x < 1, "in (0, 1)"),
+    "loss.dual_clip": (lambda x: x > 1, "greater than 1, or None for no bound"),
+    "optimizer.b1": (lambda x: 0 <= x < 1, "in [0, 1)"),
+    "optimizer.b2": (lambda x: 0 <= x < 1, "in [0, 1)"),
+}
+
+
+def _numbers(config: config_dict.ConfigDict) -> None:
+    for section, entries in config.items():
+        pairs = entries.items() if isinstance(entries, config_dict.ConfigDict) else [("", entries)]
+        for name, value in pairs:
+            if isinstance(value, numbers.Real) and not math.isfinite(value):
+                _fail(config, f"{section}.{name}".strip("."), "expected a finite number")
+
+    def value_of(key: str) -> Any:
+        section, _, name = key.partition(".")
+        return config[section][name] if name else config[section]
+
+    for key, least in _AT_LEAST.items():
+        value = value_of(key)
+        if value is not None and value < least:
+            _fail(config, key, f"expected {least} or more")
+    for key in _POSITIVE:
+        if value_of(key) <= 0:
+            _fail(config, key, "expected a number greater than 0")
+    for key, (holds, text) in _RANGES.items():
+        value = value_of(key)
+        if value is not None and not holds(value):
+            _fail(config, key, f"expected a number {text}")
+
+
+def _environment(config: config_dict.ConfigDict) -> None:
+    factory = config.environment.factory
+    module, colon, function = factory.partition(":")
+    try:
+        known = bool(colon and module and function) and importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        known = False
+    if not known:
+        _fail(
+            config, "environment.factory",
+            'expected "package.module:function" of an importable module',
+        )  # fmt: skip
+    data = config.environment.data
+    if data is not None and not pathlib.Path(data).is_dir():
+        _fail(
+            config, "environment.data",
+            "no such folder; give the folder of the downloaded data, or None for generated games",
+        )  # fmt: skip
+
+
+def _policy(config: config_dict.ConfigDict) -> None:
+    init = config.policy.init
+    if init == "random":
+        return
+    if init.startswith("package:"):
+        folder = package_folder(init)
+        if not (folder / "model.safetensors").is_file():
+            have = sorted(p.parent.name for p in folder.parent.glob("*/model.safetensors"))
+            _fail(
+                config, "policy.init",
+                f"no such policy in the package, which has: {', '.join(have) or 'none'}",
+            )  # fmt: skip
+    elif not (pathlib.Path(init) / "config.json").is_file():
+        _fail(
+            config, "policy.init",
+            "expected random, package:<name>, or a folder with config.json and *.safetensors",
+        )  # fmt: skip
+    tokenizer = config.policy.tokenizer
+    if tokenizer is not None and not pathlib.Path(tokenizer).is_dir():
+        _fail(config, "policy.tokenizer", "no such folder")
+
+
+def package_folder(init: str) -> pathlib.Path:
+    """The folder of a policy that is shipped with the package, of "package:<name>"."""
+    return pathlib.Path(__file__).parent / "assets" / init.removeprefix("package:")
+
+
+def _branching(config: config_dict.ConfigDict, algorithm: estimators.Algorithm) -> None:
+    branching, roots = config.branching, config.algorithm.roots
+    name = algorithm.name
+    if branching.placement not in algorithm.placements:
+        _fail(
+            config, "branching.placement",
+            f"algorithm.name={name!r} expects one of {', '.join(algorithm.placements)}",
+        )  # fmt: skip
+    flat = branching.placement == "none"
+    if flat and branching.forks > 0:
+        _fail(
+            config, "branching.forks",
+            f"algorithm.name={name!r} with branching.placement='none' never forks; leave it unset",
+        )  # fmt: skip
+    if flat and branching.children > 1:
+        _fail(
+            config, "branching.children",
+            f"algorithm.name={name!r} with branching.placement='none' never forks; leave it unset",
+        )  # fmt: skip
+    if not flat and (branching.forks == 0 or branching.children == 1):
+        if roots == 1:
+            key = "branching.children" if branching.children == 1 else "branching.forks"
+            _fail(
+                config, key,
+                f"algorithm.name={name!r} with algorithm.roots=1 has no siblings to compare with; "
+                "set branching.children and branching.forks to allow forks, or algorithm.roots=2",
+            )  # fmt: skip
+        if branching.children == 1 and branching.forks > 0:
+            _fail(config, "branching.children", "a fork needs 2 or more; or set branching.forks=0")
+    if flat and roots == 1:
+        _fail(
+            config, "algorithm.roots",
+            f"algorithm.name={name!r} compares trajectories of one task; expected 2 or more",
+        )  # fmt: skip
+
+
+def _algorithm_settings(
+    config: config_dict.ConfigDict, algorithm: estimators.Algorithm
+) -> None:
+    defaults = base().algorithm
+    for name in ("flow_exponent", "shrinkage", "epsilon"):
+        if name not in algorithm.settings and config.algorithm[name] != defaults[name]:
+            _fail(
+                config, f"algorithm.{name}",
+                f"algorithm.name={algorithm.name!r} has no such setting; leave it unset",
+            )  # fmt: skip
+
+
+def _training(config: config_dict.ConfigDict) -> None:
+    rollout, batch, budget = config.rollout, config.batch, config.budget
+    if rollout.temperature <= 0:
+        _fail(
+            config, "rollout.temperature",
+            "training samples, so expected a number greater than 0 (eval.temperature may be 0)",
+        )  # fmt: skip
+    if rollout.top_p != 1:
+        _fail(config, "rollout.top_p", "expected 1 when training: a truncated policy is another one")
+    if rollout.top_k != 0:
+        _fail(config, "rollout.top_k", "expected 0 when training: a truncated policy is another one")
+    if budget.updates is None and budget.decoded_tokens is None and budget.returns is None:
+        raise ConfigError(
+            "budget: nothing is set, so the run would never end; set budget.updates, "
+            "budget.decoded_tokens or budget.returns"
+        )
+    if batch.tasks % batch.minibatches:
+        _fail(config, "batch.minibatches", f"expected a divisor of batch.tasks={batch.tasks}")
+    if batch.row_length % 128:
+        _fail(config, "batch.row_length", "expected a multiple of 128")
+    if batch.row_length < config.policy.context:
+        _fail(
+            config, "batch.row_length",
+            f"a branch may be policy.context={config.policy.context} tokens long and must fit a row",
+        )  # fmt: skip
+    if config.policy.context <= rollout.action_tokens:
+        _fail(
+            config, "policy.context",
+            f"leaves no room for a prompt beside rollout.action_tokens={rollout.action_tokens}",
+        )  # fmt: skip
+    if config.optimizer.schedule == "cosine" and budget.updates is None:
+        _fail(config, "optimizer.schedule", "the cosine needs an end: set budget.updates")
+    slots = config.mesh.data * config.mesh.fsdp
+    if slots > 1 and batch.rows % slots:
+        _fail(config, "batch.rows", f"expected a multiple of mesh.data x mesh.fsdp = {slots}")
+
+
+def _choices(config: config_dict.ConfigDict) -> None:
+    for key, allowed in {
+        "policy.dtype": ("float32", "bfloat16"),
+        "policy.param_dtype": ("float32", "bfloat16"),
+        "policy.remat": ("none", "dots", "full"),
+        "loss.kl_estimator": ("k1", "k2", "k3"),
+        "optimizer.schedule": ("constant", "cosine"),
+    }.items():
+        section, name = key.split(".")
+        if config[section][name] not in allowed:
+            _fail(config, key, f"expected one of {', '.join(allowed)}")

@@ -1,0 +1,180 @@
+"""Checkpoints: everything a run needs to go on, as one atomic Orbax record.
+
+A checkpoint is a folder ``<step>`` with two items: ``state``, the arrays (parameters, optimiser
+state), and ``record``, JSON (step, seeds, task iterator, branching thresholds, ledger, running
+constants, and the parts of the config that must not change). Orbax writes it under a temporary name
+and renames it when it is whole, so a process killed while saving leaves the one before. Nothing is
+pickled.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import pathlib
+import shutil
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+# Absl's messages about every file and thread are for the library's own debugging.
+logging.getLogger("absl").setLevel(logging.ERROR)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written, or none of those present can be read."""
+
+    one_line = True  # the message says everything; a traceback would only hide it
+
+
+class ConfigMismatch(CheckpointError):
+    """The checkpoint belongs to a run with another policy or algorithm."""
+
+
+class Checkpoints:
+    """The checkpoints of one work directory."""
+
+    def __init__(self, directory: str | pathlib.Path, *, keep: int = 2):
+        """Opens `directory`, creating it; `keep` is how many checkpoints stay."""
+        self.directory = pathlib.Path(directory).resolve()
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(self.directory, error) from error
+        for leftover in self.directory.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        self._manager = ocp.CheckpointManager(
+            self.directory,
+            item_names=("state", "record"),
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep, enable_async_checkpointing=False
+            ),
+        )
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, step: int, state: Any, record: dict[str, Any]) -> None:
+        """Writes one checkpoint and deletes those beyond `keep`.
+
+        Args:
+          step: the update after which it is taken; a step already saved is left as it is.
+          state: pytree of arrays.
+          record: JSON-ready.
+
+        Raises:
+          CheckpointError: it could not be written (a full disk, say); the one before is intact.
+        """
+        if step in self.steps():
+            return
+        args = ocp.args.Composite(
+            state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record)
+        )
+        try:
+            self._manager.save(step, args=args, force=True)
+        except Exception as error:
+            if _is_disk_error(error):
+                raise _unwritable(self.directory, error) from error
+            raise
+
+    def restore(
+        self, like: Any, *, config: dict[str, Any] | None = None, step: int | None = None
+    ) -> tuple[int, Any, dict[str, Any]] | None:
+        """Reads the newest checkpoint that is whole.
+
+        One that cannot be read is set aside as ``unreadable-<step>`` and the one before is tried.
+
+        Args:
+          like: pytree of arrays or shape structs with shardings: what is read, and where it goes.
+          config: must equal the record's ``config``; not compared where None.
+          step: this checkpoint and no other.
+
+        Returns:
+          (step, state, record), or None where there is no checkpoint at all.
+
+        Raises:
+          ConfigMismatch: it belongs to another policy or algorithm; names the first difference.
+          CheckpointError: there are checkpoints, and none can be read; or `step` is not there.
+        """
+        steps = self.steps() if step is None else [s for s in self.steps() if s == step]
+        if step is not None and not steps:
+            have = ", ".join(map(str, self.steps())) or "none"
+            raise CheckpointError(f"{self.directory}: no checkpoint of step {step}; there are: {have}")
+        failure: Exception | None = None
+        for candidate in reversed(steps):
+            try:
+                record = self._read(candidate, record=ocp.args.JsonRestore())["record"]
+                if config is not None:
+                    _compare(record["config"], config, self.directory / str(candidate))
+                state = self._read(candidate, state=ocp.args.StandardRestore(like))["state"]
+                return candidate, state, record
+            except ConfigMismatch:
+                raise
+            # Orbax and tensorstore raise a dozen types for a damaged file; all mean the same here.
+            except Exception as error:
+                failure = error
+                logging.getLogger(__name__).warning(
+                    "checkpoint %s cannot be read (%s); trying the one before it",
+                    self.directory / str(candidate), _first_line(error),
+                )  # fmt: skip
+                if step is None:
+                    self._set_aside(candidate)
+        if failure is not None:
+            raise CheckpointError(
+                f"{self.directory}: no checkpoint can be read (last: {_first_line(failure)}); "
+                "move the folder away to start anew"
+            ) from failure
+        return None
+
+    def close(self) -> None:
+        self._manager.close()
+
+    def _read(self, step: int, **items: Any) -> Any:
+        return self._manager.restore(step, args=ocp.args.Composite(**items))
+
+    def _set_aside(self, step: int) -> None:
+        (self.directory / str(step)).rename(self.directory / f"unreadable-{step}")
+        self._manager.reload()
+
+
+def _compare(saved: dict[str, Any], now: dict[str, Any], where: pathlib.Path) -> None:
+    # Through JSON, so that a tuple equals the list it was saved as.
+    flat_saved, flat_now = (_flatten(json.loads(json.dumps(tree))) for tree in (saved, now))
+    for key in sorted(flat_saved.keys() | flat_now.keys()):
+        old, new = flat_saved.get(key), flat_now.get(key)
+        if old != new:
+            raise ConfigMismatch(
+                f"{key}={new!r}, but checkpoint {where} was made with {old!r}; use that value, or "
+                "another --workdir"
+            )
+
+
+def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= _flatten(value, f"{prefix}.{name}" if prefix else name)
+    return flat
+
+
+def _is_disk_error(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return True
+    text = str(error)
+    return any(hint in text for hint in ("No space left", "ENOSPC", "Disk quota", "RESOURCE_EXHAUSTED"))
+
+
+def _unwritable(directory: pathlib.Path, error: Exception) -> CheckpointError:
+    full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+    reason = "the disk is full" if full else _first_line(error)
+    return CheckpointError(
+        f"cannot write a checkpoint to {directory}: {reason}; free some space or choose another "
+        "--workdir, then run the same command again (the last complete checkpoint is kept)"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,255 @@
+"""The update: gradients accumulated over micro-batches of one shape, then one optimiser step.
+
+Everything jitted takes plain pytrees; the module's static description is closed over, parameters
+never are. Accumulators and the state are donated, so a step needs one copy of each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from bpo_jax.learner import loss as loss_lib
+from bpo_jax.learner import mesh as mesh_lib
+from bpo_jax.learner import optimizer as optimizer_lib
+from bpo_jax.models import decoder, logprobs
+from bpo_jax.packing import TreeBatch
+
+Params = Any
+
+
+class NonFiniteGradients(RuntimeError):
+    """A gradient was NaN or infinite; the parameters were left as they were."""
+
+    one_line = True  # the message says everything; a traceback would only hide it
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearnerState:
+    """What an update changes.
+
+    Attributes:
+      params: nested dictionary of arrays.
+      opt_state: the optimiser's.
+      step: int32 scalar, optimiser steps taken.
+    """
+
+    params: Params
+    opt_state: Any
+    step: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Learner:
+    """The compiled functions of one model, loss and optimiser; holds no state.
+
+    Attributes:
+      place: params -> params, on the mesh.
+      start: params -> a fresh `LearnerState` that owns a copy of them.
+      put: micro-batch -> the same on devices.
+      zeros: params -> (gradient accumulator, summed metrics).
+      accumulate: (params, accumulators, micro-batch) -> accumulators; donates the accumulators.
+      apply: (state, accumulators) -> (state, summed metrics with ``grad_norm`` and ``finite``);
+        donates both. With a non-finite gradient the state comes back unchanged.
+      score: (params, micro-batch) -> log-probs [B, T] of every token at its parent.
+    """
+
+    place: Callable[[Params], Params]
+    start: Callable[[Params], LearnerState]
+    put: Callable[[TreeBatch], TreeBatch]
+    zeros: Callable[[Params], Any]
+    accumulate: Callable[[Params, Any, TreeBatch], Any]
+    apply: Callable[[LearnerState, Any], tuple[LearnerState, dict[str, jax.Array]]]
+    score: Callable[[Params, TreeBatch], jax.Array]
+
+
+def token_scores(
+    graphdef: nnx.GraphDef, params: Params, batch: TreeBatch, *, temperature: float, chunk: int
+) -> tuple[jax.Array, jax.Array]:
+    """Log-prob of every token and the entropy it was drawn with, both [B, T] float32.
+
+    A token is predicted where it was sampled, at its parent, which at a fork is not the token before
+    it. Tokens without a parent get the prediction at index 0, which means nothing: mask them.
+    """
+    model = nnx.merge(graphdef, params)
+    hidden_btd = model(batch.tokens, batch.position, batch.subtree_end)
+    parent_bt = jnp.maximum(batch.parent, 0)
+    source_btd = jnp.take_along_axis(hidden_btd, parent_bt[..., None], axis=1)
+    logprob_n, entropy_n = logprobs.token_logprobs(
+        source_btd.reshape(-1, source_btd.shape[-1]),
+        model.head_dv(),
+        batch.tokens.reshape(-1),
+        temperature=temperature,
+        chunk=chunk,
+    )
+    return logprob_n.reshape(parent_bt.shape), entropy_n.reshape(parent_bt.shape)
+
+
+def make(
+    config: decoder.DecoderConfig,
+    *,
+    loss: loss_lib.LossSettings,
+    optimizer: optimizer_lib.OptimizerSettings,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+    mesh: Mesh | None = None,
+) -> Learner:
+    """Builds the learner of one run.
+
+    Args:
+      config: the policy.
+      loss: clip range and weights.
+      optimizer: AdamW and its schedule.
+      temperature: at which actions are sampled; all log-probs and entropies are at it.
+      chunk: tokens whose logits exist at the same time.
+      mesh: devices to shard over; one device where None.
+    """
+    graphdef, shapes, axes = decoder.abstract(config)
+    mesh = mesh_lib.make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
+    transform = optimizer_lib.make(optimizer)
+    whole = mesh_lib.replicated(mesh)
+    on_params = mesh_lib.param_shardings(mesh, shapes, axes)
+    on_state = _state_shardings(transform, shapes, on_params, whole)
+    rows = mesh_lib.batch_sharding(mesh)
+
+    def scores(params: Params, batch: TreeBatch) -> tuple[jax.Array, jax.Array]:
+        return token_scores(graphdef, params, batch, temperature=temperature, chunk=chunk)
+
+    def objective(params: Params, batch: TreeBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        logprob_bt, entropy_bt = scores(params, batch)
+        return loss_lib.tree_loss(logprob_bt, entropy_bt, batch, loss)
+
+    gradient = jax.grad(objective, has_aux=True)
+
+    def zeros(params: Params) -> Any:
+        # Sums are kept in float32 whatever the parameters are stored in.
+        accumulated = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        return accumulated, {name: jnp.zeros(()) for name in loss_lib.SUMS}
+
+    def accumulate(params: Params, total: Any, batch: TreeBatch) -> Any:
+        return jax.tree.map(lambda old, new: old + new, total, gradient(params, batch))
+
+    def apply(state: LearnerState, total: Any) -> tuple[LearnerState, dict[str, jax.Array]]:
+        grads, sums = total
+        norm = optax.global_norm(grads)
+        finite = jnp.isfinite(norm)
+        updates, opt_state = transform.update(grads, state.opt_state, state.params)
+        stepped = LearnerState(
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+            step=state.step + 1,
+        )
+        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), stepped, state)
+        return kept, sums | {"grad_norm": norm, "finite": finite}
+
+    def start(params: Params) -> LearnerState:
+        return LearnerState(
+            params=jax.tree.map(jnp.copy, params),
+            opt_state=transform.init(params),
+            step=jnp.zeros((), jnp.int32),
+        )
+
+    totals = (on_params, whole)
+    return Learner(
+        place=lambda params: jax.device_put(params, on_params),
+        start=jax.jit(start, in_shardings=(on_params,), out_shardings=on_state),
+        put=lambda batch: jax.device_put(batch, rows),
+        zeros=jax.jit(zeros, in_shardings=(on_params,), out_shardings=totals),
+        accumulate=jax.jit(
+            accumulate,
+            in_shardings=(on_params, totals, rows),
+            out_shardings=totals,
+            donate_argnums=1,
+        ),
+        apply=jax.jit(
+            apply,
+            in_shardings=(on_state, totals),
+            out_shardings=(on_state, whole),
+            donate_argnums=(0, 1),
+        ),
+        score=jax.jit(
+            lambda params, batch: scores(params, batch)[0],
+            in_shardings=(on_params, rows),
+            out_shardings=rows,
+        ),
+    )
+
+
+def update(
+    learner: Learner,
+    state: LearnerState,
+    minibatches: Sequence[Sequence[TreeBatch]],
+    *,
+    epochs: int = 1,
+) -> tuple[LearnerState, dict[str, float]]:
+    """Takes one optimiser step for every minibatch of every epoch.
+
+    Args:
+      learner: see `make`.
+      state: donated; use the one returned.
+      minibatches: each a list of micro-batches of one shape; their coefficients already hold the
+        constants of the loss.
+      epochs: passes over all minibatches.
+
+    Returns:
+      The new state and the logged numbers. ``rollout/logprob_gap`` is that of the first minibatch of
+      the first epoch, the only one that was surely sampled from the parameters it is compared with;
+      ``diag/skipped`` counts steps that were left out because a gradient was not finite.
+
+    Raises:
+      ValueError: a minibatch without micro-batches.
+    """
+    on_device = [[learner.put(batch) for batch in minibatch] for minibatch in minibatches]
+    if not on_device or not all(on_device):
+        raise ValueError("update: a minibatch has no tokens to train on")
+    steps = []
+    for _ in range(epochs):
+        for minibatch in on_device:
+            total = learner.zeros(state.params)
+            for batch in minibatch:
+                total = learner.accumulate(state.params, total, batch)
+            state, sums = learner.apply(state, total)
+            steps.append(sums)
+    steps = jax.device_get(steps)  # the one wait for the device
+    everything = {name: sum(float(sums[name]) for sums in steps) for name in steps[0]}
+    metrics = loss_lib.finish_metrics(everything)
+    for name in ("loss/policy", "loss/kl"):
+        metrics[name] /= len(steps)
+    metrics["rollout/logprob_gap"] = loss_lib.finish_metrics(steps[0])["rollout/logprob_gap"]
+    metrics["diag/grad_norm"] = everything["grad_norm"] / len(steps)
+    metrics["diag/skipped"] = len(steps) - everything["finite"]
+    return state, metrics
+
+
+def check_finite(metrics: dict[str, float], *, step: int) -> None:
+    """Says in one line that an update was skipped.
+
+    Raises:
+      NonFiniteGradients: at least one optimiser step of this update was skipped.
+    """
+    if metrics["diag/skipped"]:
+        raise NonFiniteGradients(
+            f"update {step}: gradient norm {metrics['diag/grad_norm']}, the update was skipped and the "
+            "parameters are unchanged; lower optimizer.learning_rate, or set loss.dual_clip if "
+            f"diag/approx_kl ({metrics['diag/approx_kl']:.3g}) is large"
+        )
+
+
+def _state_shardings(transform: Any, shapes: Any, on_params: Any, whole: Any) -> LearnerState:
+    """Adam's moments live where their parameters do, counters everywhere."""
+    opt_state = optax.tree.map_params(
+        transform,
+        lambda _, where: where,
+        jax.eval_shape(transform.init, shapes),
+        on_params,
+        transform_non_params=lambda _: whole,
+    )
+    return LearnerState(params=on_params, opt_state=opt_state, step=whole)

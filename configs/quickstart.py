@@ -1,0 +1,29 @@
+"""Household games from two commands: BPO improves a small cloned policy, on a CPU, with no data.
+
+    python -m bpo_jax.main --config=configs/quickstart.py --workdir=/tmp/quickstart
+
+Needs: nothing but the package. The policy (0.9 million parameters, Qwen2.5's architecture) is
+shipped with it and the games are generated.
+"""
+
+from ml_collections import config_dict
+
+from bpo_jax import config as config_lib
+
+
+def get_config(arg: str = "") -> config_dict.ConfigDict:
+    """The configuration; `arg` is not used."""
+    del arg
+    config = config_lib.base()
+    config.environment.max_turns = 24
+    config.policy.init = "package:quickstart"
+    config.policy.context = 768
+    config.rollout.action_tokens = 24
+    config.optimizer.learning_rate = 3e-4
+    config.batch.tasks = 8
+    config.batch.rows = 2
+    config.batch.row_length = 2048
+    config.budget.updates = 60
+    config.eval.split = "valid_unseen"
+    config.eval.tasks = 200
+    return config
