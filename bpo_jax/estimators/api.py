@@ -48,7 +48,5 @@ class Algorithm:
         """The settings `estimate` accepts besides ``gamma``, each with its default."""
         parameters = inspect.signature(self.estimate).parameters.values()
         return {
-            p.name: p.default
-            for p in parameters
-            if p.kind is p.KEYWORD_ONLY and p.name != "gamma"
+            p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "gamma"
         }

@@ -59,28 +59,30 @@ def tree_diagnostics(
     """
     if len(trees) != len(estimates):
         raise ValueError(f"{len(trees)} trees but {len(estimates)} estimates; one each is needed")
-    between, within, siblings, root_variance, returns = [], [], [], [], []
+    between: list[float] = []
+    within: list[float] = []
+    siblings: list[float] = []
+    root_variance: list[float] = []
+    returns: list[float] = []
     for tree in trees:
         solved = values.solve(tree, gamma)
         returns.append(float(np.sum(solved.leaf & solved.valid)))
         roots = solved.q[(solved.parent == values.ROOT) & solved.valid]
         if roots.size > 1:
-            root_variance.append(np.var(roots, ddof=1))
+            root_variance.append(float(np.var(roots, ddof=1)))
         forks = _first_forks(solved)
-        fork_variance = [np.var(f, ddof=1) for f in forks]
+        fork_variance = [float(np.var(f, ddof=1)) for f in forks]
         within.extend(fork_variance)
         siblings.extend(float(f.size) for f in forks)
         if len(forks) > 1:
             noise = np.mean([v / f.size for v, f in zip(fork_variance, forks, strict=True)])
-            between.append(np.var([f.mean() for f in forks], ddof=1) - noise)
+            between.append(float(np.var([f.mean() for f in forks], ddof=1) - noise))
 
     b, w = _mean(between), _mean(within)
     spread = max(b, 0.0) + w if not math.isnan(b) else math.nan
     k, n = _mean(siblings), _mean(returns)
     counted = [e.coefficient > 0.0 for e in estimates]
-    moving = [
-        np.abs(e.advantage[c]) > DEGENERATE for e, c in zip(estimates, counted, strict=True)
-    ]
+    moving = [np.abs(e.advantage[c]) > DEGENERATE for e, c in zip(estimates, counted, strict=True)]
     return {
         "diag/B": b,
         "diag/W": w,
