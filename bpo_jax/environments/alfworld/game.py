@@ -1,6 +1,6 @@
 """What an ALFWorld game is: the parts that never change while playing, and the state that does.
 
-A household of receptacles (drawers, fridges, ...) that stand at places, objects in them, and a goal.
+A household of receptacles (drawers, fridges, ...) that stand at places, objects in them, a goal.
 Entities are referred to by their index in `Game.receptacles` and `Game.objects`; that order is also
 the order in which the game lists them in its texts, so it is part of the game.
 """
@@ -12,7 +12,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from bpo_jax.environments.alfworld.goal import Exists
+from bpo_jax.environments.alfworld.goal import Exists, Search, prepare
 
 TASK_TYPES: dict[str, str] = {
     "put": "pick_and_place_simple",
@@ -87,7 +87,7 @@ class Receptacle:
     Attributes:
       name: shown and typed, unique in the game, such as "drawer 1".
       kind: its type in lower case, such as "drawer".
-      place: where one stands to reach it; several receptacles may share a place. None: out of reach.
+      place: where one stands to reach it; several may share a place. None: out of reach.
       openable: starts closed unless listed in `State.opened`, and hides its contents while closed.
     """
 
@@ -187,6 +187,11 @@ class Game:
     def __getstate__(self) -> dict[str, Any]:
         """The fields alone: what was derived from them is cheap to derive again."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @functools.cached_property
+    def goal_search(self) -> tuple[Search, ...]:
+        """The goal, made ready to be looked for in a state."""
+        return prepare(self)
 
     @functools.cached_property
     def receptacles_at(self) -> tuple[tuple[int, ...], ...]:
