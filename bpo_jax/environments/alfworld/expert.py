@@ -1,4 +1,4 @@
-"""Two players that win: a planner that knows everything, and a searcher that knows what it has seen.
+"""Two players that win: a planner that knows everything, a searcher that knows what it has seen.
 
 `plan` is the proof that a game can be won, and in how few turns. `Searcher` is who a policy is
 cloned from: each of its commands follows from the texts seen so far (only the order in which it
@@ -179,9 +179,9 @@ class Searcher:
     """A player that looks for the object, takes it, treats it and brings it where it belongs.
 
     It visits the receptacles in an order drawn from its seed, those of the target's kind last (what
-    is to go to a desk rarely lies on one). It opens what is closed, visits none twice to search, and
-    goes straight to what it has already seen. It uses the first treating appliance and the first
-    target, by number.
+    is to go to a desk rarely lies on one). It opens what is closed, visits none twice to search,
+    and goes straight to what it has already seen. It uses the first treating appliance and the
+    first target, by number.
 
     Args:
       game: read for its task and the names and spellings a player sees; never for where things are.
@@ -289,7 +289,7 @@ class Searcher:
         return self._unless_hidden(target) or ("put", self._held, target)
 
     def _unless_hidden(self, receptacle: str) -> tuple[str, str, str] | None:
-        """What makes the contents of the receptacle one stands at known and reachable, if needed."""
+        """What makes the contents of the receptacle one stands at known and reachable."""
         if receptacle not in self._seen:
             return "examine_receptacle", "", receptacle
         if receptacle in self._closed:

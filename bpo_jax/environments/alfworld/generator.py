@@ -175,7 +175,7 @@ def _draw(rng: random.Random, name: str, size: Size, kind: str) -> Game:
 
 
 def _draw_task(rng: random.Random, kind: str) -> tuple[Room, Thing, str]:
-    """The room, the type of object, and the type of receptacle it goes to (for "look": the lamp)."""
+    """The room, the type of object, and the receptacle type it goes to (for "look": the lamp)."""
     appliance = APPLIANCES.get(kind)
     ability = {"clean": "cleanable", "heat": "heatable", "cool": "coolable"}.get(kind)
     rooms = [
