@@ -143,7 +143,7 @@ def attach(mdp: Mdp, decision: Decision, choice: int) -> Action:
         reward=mdp.reward[after],
         next=None if ended else Decision(snapshot=after),
         end="done" if ended else None,
-        info={"edge": mdp.edges[after]},
+        info={"edge": mdp.edges[after], "choice": choice},
     )
     decision.actions.append(action)
     return action

@@ -125,7 +125,7 @@ def by_arrival(roots: int, factory: RuleFactory, *, slowness: int) -> Scheduler:
 
 
 def frontier_top(roots: int, forks: int) -> Scheduler:
-    """Level by level: the most uncertain decisions of the current frontier fork, then all draw."""
+    """Level by level; on the first, the most uncertain of all decisions fork, then all draw."""
 
     def grow(mdp: Mdp) -> Draws:
         top = start()

@@ -70,15 +70,11 @@ def test_choosing_the_boundary_by_the_surprise_of_the_action_that_was_drawn():
             if action.next is None:
                 return
             child = yield from sample(mdp, action.next)
-            probability = mdp.policy[history_of(action.next)][history(child)[-1]]
+            probability = mdp.policy[history_of(action.next)][child.info["choice"]]
             yield from descend(child)
             if probability < 0.5:
                 yield from fork_along(mdp, action.next)
 
-        def history(action):
-            return names[action.info["edge"]]
-
-        names = list(mdp.edges)
         for _ in range(2):
             yield from descend((yield from sample(mdp, top)))
         return Tree(task_id="surprise", root=top)

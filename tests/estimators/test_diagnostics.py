@@ -1,4 +1,4 @@
-"""What is logged about branching is what section and formula say it is."""
+"""What is logged about branching is what its formulas say it is."""
 
 import math
 
