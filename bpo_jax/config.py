@@ -1,13 +1,14 @@
 """The configuration of a run: every key with its default, and the checks that refuse a bad one.
 
 A config file's ``get_config`` starts from `base()` and changes what its task needs. ``None`` stands
-for "implied": by the algorithm (roots, branching) or by another key; `resolve` fills it in and checks
-everything, before JAX is imported and before anything is computed.
+for "implied": by the algorithm (roots, branching) or by another key; `resolve` fills it in and
+checks everything, before JAX is imported and before anything is computed.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.util
 import math
 import numbers
@@ -20,13 +21,17 @@ from ml_collections import config_dict
 from bpo_jax import estimators
 
 MODES = ("train", "eval", "warmstart")
+PLACEMENTS = ("entropy", "random", "none")
 FLAT_ROOTS = 10
-BRANCHING = {"roots": 2, "forks": 2, "children": 3}
-"""10 returns a task either way: 2 roots, and 2 forks under each with 2 fresh siblings."""
+FORKING_ROOTS, FORKS_PER_ROOT, SIBLINGS = 2, 2, 3
+"""10 returns a task either way: 2 roots, and 2 forks below each with 2 fresh siblings."""
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot work; one line: the key, its value, what was expected, what to do."""
+    """A configuration that cannot work.
+
+    The message is one line: the key, its value, what was expected, what to do.
+    """
 
 
 def base() -> config_dict.ConfigDict:
@@ -38,13 +43,19 @@ def base() -> config_dict.ConfigDict:
     config.environment = environment = config_dict.ConfigDict()
     # "package.module:function" that makes the environment (see bpo_jax.sandbox.api.Environment).
     environment.factory = "bpo_jax.environments.alfworld:make"
-    environment.data = optional(str)  # folder of official data; None: generated games
-    environment.max_turns = 24  # a trajectory is truncated after this many actions
+    environment.data = optional(str)  # folder of official data; None: generated tasks
+    environment.max_turns = optional(int)  # actions before a trajectory is cut; None: its own
     environment.train_split = "train"  # endless, seeded
+    # Other arguments of the factory, here those of the household games; None: its own default.
+    environment.settings = settings = config_dict.ConfigDict()
+    settings.size = optional(str)  # of generated games
+    settings.kinds = optional(tuple)  # of tasks
+    settings.held_out = optional(int)  # generated games in each evaluation split
+    settings.protocol = optional(str)  # how game and policy talk
 
     config.policy = policy = config_dict.ConfigDict()
-    # Where the parameters come from: "random", "package:<name>" (shipped with bpo_jax), or a folder in
-    # Hugging Face's format.
+    # Where the parameters come from: "random", "package:<name>" (shipped with bpo_jax), or a folder
+    # in Hugging Face's format.
     policy.init = "random"
     policy.preset = "tiny"  # sizes, where init = "random"; otherwise those of the folder
     policy.tokenizer = optional(str)  # folder; None: the one that lies with the parameters
@@ -62,38 +73,42 @@ def base() -> config_dict.ConfigDict:
     algorithm.epsilon = 1e-6  # grpo: added to the standard deviation
 
     config.branching = branching = config_dict.ConfigDict()
-    branching.placement = optional(str)  # entropy | random | fixed | none; None: implied
-    branching.forks = optional(int)  # at most this many forks below each root; None: implied
-    branching.children = optional(int)  # K, children of a fork, the first included; None: implied
-    branching.quantile = 0.7  # entropy: fork above this quantile of recently seen entropies
-    branching.min_gap = 2  # actions between two forks of one path, at least
-    branching.window = 2048  # entropies the quantile is taken over, all from earlier updates
+    # Where to fork: "entropy" (above a running quantile), "random" (as often), "none".
+    branching.placement = optional(str)  # None: implied by the algorithm
+    branching.siblings = optional(int)  # K, children of a fork, the first included; None: implied
+    branching.forks_per_root = optional(int)  # at most, below each root; None: implied
+    branching.forks_per_tree = optional(int)  # at most, in one tree; None: forks_per_root alone
+    branching.min_gap = 2  # turns from the start or a fork to the next fork on a path, at least
+    branching.nested = False  # every sibling may fork again; otherwise only the first
+    branching.quantile = 0.7  # of the entropies of earlier updates, the threshold
+    branching.initial_threshold = 0.5  # nats, for the first update
+    branching.memory = 0.8  # weight of the past in the running threshold
 
     config.rollout = rollout = config_dict.ConfigDict()
     rollout.temperature = 1.0  # of sampling, and of all log-probs in the loss
     rollout.action_tokens = 24  # longest action
-    rollout.slots = 32  # branches sampled at the same time
+    rollout.slots = 64  # branches sampled at the same time
     rollout.top_p = 1.0  # only 1 when training: a truncated policy has another gradient
     rollout.top_k = 0  # only 0 when training
 
     config.loss = loss = config_dict.ConfigDict()
     loss.clip_low = 0.2  # ratios are clipped to [1 - clip_low, 1 + clip_high]
-    loss.clip_high = 0.2
+    loss.clip_high = 0.2  # see above
     loss.dual_clip = optional(float)  # bound for negative advantages, > 1; None: none
     loss.kl_weight = 0.0  # of the KL to the reference policy (the initial one)
     loss.kl_estimator = "k2"  # k1 | k2 | k3
-    loss.entropy_weight = 0.0
+    loss.entropy_weight = 0.0  # of the entropy bonus
     loss.normalizer = 100.0  # C; a constant near the number of sampled tokens in a trajectory
     loss.chunk = 1024  # tokens whose logits exist at the same time
 
     config.optimizer = optimizer = config_dict.ConfigDict()
-    optimizer.learning_rate = 3e-4
+    optimizer.learning_rate = 3e-4  # the peak
     optimizer.warmup = 5  # updates
     optimizer.schedule = "constant"  # constant | cosine (over budget.updates)
-    optimizer.b1 = 0.9
-    optimizer.b2 = 0.95
-    optimizer.eps = 1e-8
-    optimizer.weight_decay = 0.0
+    optimizer.b1 = 0.9  # AdamW's
+    optimizer.b2 = 0.95  # AdamW's
+    optimizer.eps = 1e-8  # AdamW's
+    optimizer.weight_decay = 0.0  # of matrices
     optimizer.max_grad_norm = 1.0  # 0: no clipping
 
     config.batch = batch = config_dict.ConfigDict()
@@ -105,20 +120,19 @@ def base() -> config_dict.ConfigDict:
 
     # Whichever is set and reached first ends the run.
     config.budget = budget = config_dict.ConfigDict()
-    budget.updates = optional(int)
-    budget.decoded_tokens = optional(int)
-    budget.returns = optional(int)
+    budget.updates = optional(int)  # optimiser updates
+    budget.decoded_tokens = optional(int)  # sampled in training, each once
+    budget.returns = optional(int)  # trajectories that ended with a return
 
     config.eval = evaluation = config_dict.ConfigDict()
-    evaluation.split = "valid_unseen"
+    evaluation.split = "valid"  # finite, in a fixed order
     evaluation.tasks = 200  # the first so many of the split; 0: all
     evaluation.every = 0  # updates between evaluations; 0: at the start and at the end only
     evaluation.temperature = 0.4  # 0: greedy
-    evaluation.slots = 64  # branches sampled at the same time
 
     config.checkpoint = checkpoint = config_dict.ConfigDict()
     checkpoint.every = 10  # updates; one is always written at the end and on Ctrl-C
-    checkpoint.keep = 2
+    checkpoint.keep = 2  # the newest
 
     config.mesh = mesh = config_dict.ConfigDict()
     mesh.data = 1  # replicas of the model
@@ -143,11 +157,11 @@ def resolve(config: config_dict.ConfigDict, *, mode: str = "train") -> config_di
         branching.placement = algorithm.placements[0]
     flat = branching.placement == "none"
     if config.algorithm.roots is None:
-        config.algorithm.roots = FLAT_ROOTS if flat else BRANCHING["roots"]
-    if branching.forks is None:
-        branching.forks = 0 if flat else BRANCHING["forks"]
-    if branching.children is None:
-        branching.children = 1 if flat else BRANCHING["children"]
+        config.algorithm.roots = FLAT_ROOTS if flat else FORKING_ROOTS
+    if branching.forks_per_root is None:
+        branching.forks_per_root = 0 if flat else FORKS_PER_ROOT
+    if branching.siblings is None:
+        branching.siblings = 1 if flat else SIBLINGS
     validate(config, mode=mode)
     config.lock()
     return config
@@ -195,12 +209,13 @@ def _algorithm(config: config_dict.ConfigDict) -> estimators.Algorithm:
 
 _AT_LEAST: dict[str, float] = {
     "seed": 0, "environment.max_turns": 1, "policy.context": 2, "algorithm.roots": 1,
-    "branching.forks": 0, "branching.children": 1, "branching.min_gap": 1, "branching.window": 1,
+    "branching.forks_per_root": 0, "branching.forks_per_tree": 0, "branching.siblings": 1,
+    "branching.min_gap": 1, "branching.initial_threshold": 0,
     "rollout.action_tokens": 1, "rollout.slots": 1, "rollout.top_k": 0, "loss.kl_weight": 0,
     "loss.entropy_weight": 0, "loss.chunk": 1, "optimizer.warmup": 0, "optimizer.weight_decay": 0,
     "optimizer.max_grad_norm": 0, "batch.tasks": 1, "batch.rows": 1, "batch.row_length": 128,
     "batch.minibatches": 1, "batch.epochs": 1, "budget.updates": 1, "budget.decoded_tokens": 1,
-    "budget.returns": 1, "eval.tasks": 0, "eval.every": 0, "eval.temperature": 0, "eval.slots": 1,
+    "budget.returns": 1, "eval.tasks": 0, "eval.every": 0, "eval.temperature": 0,
     "checkpoint.every": 1, "checkpoint.keep": 1,
 }  # fmt: skip
 _POSITIVE = (
@@ -210,7 +225,8 @@ _POSITIVE = (
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "algorithm.gamma": (lambda x: 0 < x <= 1, "in (0, 1]"),
     "algorithm.flow_exponent": (lambda x: 0 <= x <= 1, "in [0, 1]"),
-    "branching.quantile": (lambda x: 0 <= x < 1, "in [0, 1)"),
+    "branching.quantile": (lambda x: 0 < x < 1, "in (0, 1)"),
+    "branching.memory": (lambda x: 0 <= x < 1, "in [0, 1)"),
     "rollout.top_p": (lambda x: 0 < x <= 1, "in (0, 1]"),
     "loss.clip_low": (lambda x: 0 < x < 1, "in (0, 1)"),
     "loss.dual_clip": (lambda x: x > 1, "greater than 1, or None for no bound"),
@@ -259,8 +275,35 @@ def _environment(config: config_dict.ConfigDict) -> None:
     if data is not None and not pathlib.Path(data).is_dir():
         _fail(
             config, "environment.data",
-            "no such folder; give the folder of the downloaded data, or None for generated games",
+            "no such folder; give the folder of the downloaded data, or None for generated tasks",
         )  # fmt: skip
+    try:
+        environment = make_environment(config)
+        for key in ("environment.train_split", "eval.split"):
+            section, name = key.split(".")
+            try:
+                environment.tasks(config[section][name], seed=config.seed)
+            except ValueError as error:
+                _fail(config, key, str(error))
+    except ConfigError:
+        raise
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"environment: {' '.join(str(error).split())}") from error
+
+
+def make_environment(config: config_dict.ConfigDict) -> Any:
+    """The environment of a config, a `bpo_jax.sandbox.api.Environment`.
+
+    It must be cheap to make: tasks are read when they are asked for.
+    """
+    module, _, function = config.environment.factory.partition(":")
+    settings = {
+        "data": config.environment.data,
+        "max_turns": config.environment.max_turns,
+        **config.environment.settings.to_dict(),
+    }
+    given = {name: value for name, value in settings.items() if value is not None}
+    return getattr(importlib.import_module(module), function)(**given)
 
 
 def _policy(config: config_dict.ConfigDict) -> None:
@@ -291,38 +334,31 @@ def package_folder(init: str) -> pathlib.Path:
 
 
 def _branching(config: config_dict.ConfigDict, algorithm: estimators.Algorithm) -> None:
-    branching, roots = config.branching, config.algorithm.roots
-    name = algorithm.name
-    if branching.placement not in algorithm.placements:
+    branching, roots, name = config.branching, config.algorithm.roots, algorithm.name
+    allowed = [p for p in algorithm.placements if p in PLACEMENTS]
+    if branching.placement not in allowed:
         _fail(
             config, "branching.placement",
-            f"algorithm.name={name!r} expects one of {', '.join(algorithm.placements)}",
+            f"algorithm.name={name!r} expects one of {', '.join(allowed)}",
         )  # fmt: skip
-    flat = branching.placement == "none"
-    if flat and branching.forks > 0:
+    if branching.placement == "none":
+        never = f"algorithm.name={name!r} with placement 'none' never forks; leave it unset"
+        if branching.forks_per_root > 0:
+            _fail(config, "branching.forks_per_root", never)
+        if branching.siblings > 1:
+            _fail(config, "branching.siblings", never)
+    elif branching.siblings == 1 and (roots > 1 or branching.forks_per_root > 0):
         _fail(
-            config, "branching.forks",
-            f"algorithm.name={name!r} with branching.placement='none' never forks; leave it unset",
+            config, "branching.siblings",
+            "a fork needs 2 or more children; for no forks set branching.placement='none'"
+            + (f" (and algorithm.roots above 1, now {roots})" if roots == 1 else ""),
         )  # fmt: skip
-    if flat and branching.children > 1:
-        _fail(
-            config, "branching.children",
-            f"algorithm.name={name!r} with branching.placement='none' never forks; leave it unset",
-        )  # fmt: skip
-    if not flat and (branching.forks == 0 or branching.children == 1):
-        if roots == 1:
-            key = "branching.children" if branching.children == 1 else "branching.forks"
-            _fail(
-                config, key,
-                f"algorithm.name={name!r} with algorithm.roots=1 has no siblings to compare with; "
-                "set branching.children and branching.forks to allow forks, or algorithm.roots=2",
-            )  # fmt: skip
-        if branching.children == 1 and branching.forks > 0:
-            _fail(config, "branching.children", "a fork needs 2 or more; or set branching.forks=0")
-    if flat and roots == 1:
+    forks = branching.placement != "none" and branching.forks_per_root > 0
+    if roots == 1 and (not forks or branching.siblings == 1):
         _fail(
             config, "algorithm.roots",
-            f"algorithm.name={name!r} compares trajectories of one task; expected 2 or more",
+            f"algorithm.name={name!r} compares trajectories of one task, and here one alone would "
+            "start and none would fork; expected 2 or more",
         )  # fmt: skip
 
 
@@ -345,10 +381,9 @@ def _training(config: config_dict.ConfigDict) -> None:
             config, "rollout.temperature",
             "training samples, so expected a number greater than 0 (eval.temperature may be 0)",
         )  # fmt: skip
-    if rollout.top_p != 1:
-        _fail(config, "rollout.top_p", "expected 1 when training: a truncated policy is another one")
-    if rollout.top_k != 0:
-        _fail(config, "rollout.top_k", "expected 0 when training: a truncated policy is another one")
+    for key, whole in (("rollout.top_p", 1), ("rollout.top_k", 0)):
+        if rollout[key.removeprefix("rollout.")] != whole:
+            _fail(config, key, f"expected {whole} when training: a truncated policy is another one")
     if budget.updates is None and budget.decoded_tokens is None and budget.returns is None:
         raise ConfigError(
             "budget: nothing is set, so the run would never end; set budget.updates, "
@@ -361,7 +396,7 @@ def _training(config: config_dict.ConfigDict) -> None:
     if batch.row_length < config.policy.context:
         _fail(
             config, "batch.row_length",
-            f"a branch may be policy.context={config.policy.context} tokens long and must fit a row",
+            f"a branch of policy.context={config.policy.context} tokens must fit a row",
         )  # fmt: skip
     if config.policy.context <= rollout.action_tokens:
         _fail(
@@ -370,6 +405,9 @@ def _training(config: config_dict.ConfigDict) -> None:
         )  # fmt: skip
     if config.optimizer.schedule == "cosine" and budget.updates is None:
         _fail(config, "optimizer.schedule", "the cosine needs an end: set budget.updates")
+    for axis, size in config.mesh.items():
+        if size < 1 and size != -1:
+            _fail(config, f"mesh.{axis}", "expected a number of devices, or -1 for all that are left")
     slots = config.mesh.data * config.mesh.fsdp
     if slots > 1 and batch.rows % slots:
         _fail(config, "batch.rows", f"expected a multiple of mesh.data x mesh.fsdp = {slots}")

@@ -18,9 +18,10 @@ from bpo_jax import config as config_lib
 HELP = """\
 Trains language-model agents by reinforcement learning on trees of trajectories.
 
-  python -m bpo_jax.main --config=FILE.py[:ARGUMENT] --workdir=DIR [--mode=MODE] [--config.KEY=VALUE ...]
+  python -m bpo_jax.main --config=FILE.py --workdir=DIR [--mode=MODE] [--config.KEY=VALUE ...]
 
-  --config=FILE.py     what to run; configs/quickstart.py needs no data and a few CPU minutes
+  --config=FILE.py     what to run; configs/quickstart.py needs no data and a few CPU minutes; a
+                       file that takes an argument, FILE.py:ARGUMENT, says so in its first lines
   --workdir=DIR        where checkpoints, metrics.jsonl, summary.json and TensorBoard events go; the
                        same command with the same DIR resumes a run that was stopped
   --mode=MODE          train (default); eval: evaluate the newest checkpoint in DIR, or the initial
@@ -105,7 +106,8 @@ def _check_key(config: config_dict.ConfigDict, key: str) -> None:
 def _illegal_value(message: str) -> str:
     """"flag --config.batch.tasks=x: reason" in the words of the other refusals."""
     flag, _, reason = message.partition(": ")
-    for kind, hint in (("int()", "an integer"), ("float", "a number"), ("boolean", "true or false")):
+    hints = {"int()": "an integer", "float": "a number", "boolean": "true or false"}
+    for kind, hint in hints.items():
         if kind in reason:
             return f"{flag.removeprefix('flag ')}: wrong type, expected {hint}"
     return f"{flag.removeprefix('flag ')}: {reason}"

@@ -16,6 +16,7 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
     del arg
     config = config_lib.base()
     config.environment.max_turns = 24
+    config.environment.max_turns = 24
     config.policy.init = "package:quickstart"
     config.policy.context = 768
     config.rollout.action_tokens = 24
@@ -24,6 +25,6 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
     config.batch.rows = 2
     config.batch.row_length = 2048
     config.budget.updates = 60
-    config.eval.split = "valid_unseen"
+    config.eval.split = "test"
     config.eval.tasks = 200
     return config

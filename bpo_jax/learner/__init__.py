@@ -1,0 +1,1 @@
+"""Everything that knows an optimiser: the loss, the update, the mesh, checkpoints."""

@@ -101,7 +101,9 @@ class Checkpoints:
         steps = self.steps() if step is None else [s for s in self.steps() if s == step]
         if step is not None and not steps:
             have = ", ".join(map(str, self.steps())) or "none"
-            raise CheckpointError(f"{self.directory}: no checkpoint of step {step}; there are: {have}")
+            raise CheckpointError(
+                f"{self.directory}: no checkpoint of step {step}; there are: {have}"
+            )
         failure: Exception | None = None
         for candidate in reversed(steps):
             try:
@@ -163,8 +165,8 @@ def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 def _is_disk_error(error: Exception) -> bool:
     if isinstance(error, OSError):
         return True
-    text = str(error)
-    return any(hint in text for hint in ("No space left", "ENOSPC", "Disk quota", "RESOURCE_EXHAUSTED"))
+    hints = ("No space left", "ENOSPC", "Disk quota", "RESOURCE_EXHAUSTED")
+    return any(hint in str(error) for hint in hints)
 
 
 def _unwritable(directory: pathlib.Path, error: Exception) -> CheckpointError:

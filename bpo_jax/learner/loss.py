@@ -1,10 +1,11 @@
 """The one loss of every algorithm: clipped policy gradient, KL and entropy at node level.
 
-A token of the tree is in the batch once, so it has one behaviour log-prob, one ratio, one advantage
-and one coefficient. With q the token's coefficient (flow weight over the constants P and C, both the
-same in every minibatch), A its advantage, r = pi(a|s) / behaviour(a|s), H the entropy of pi(.|s):
+A token of the tree is in the batch once, so it has one behaviour log-prob, one ratio, one
+advantage and one coefficient. With q the token's coefficient (flow weight over the constants P and
+C, both the same in every minibatch), A its advantage, r = pi(a|s) / behaviour(a|s), H the entropy
+of pi(.|s), and all sums over sampled tokens:
 
-  L = - sum_tokens q * f(r, A)  +  kl_weight * sum_tokens q * k(a|s)  -  entropy_weight * sum_tokens q * H
+  L = - sum q f(r, A)  +  kl_weight sum q k(a|s)  -  entropy_weight sum q H
 
 Everything is a sum, never a mean: the losses and gradients of micro-batches add up to those of the
 whole batch exactly. All log-probs are of the distribution at the sampling temperature.
@@ -48,7 +49,8 @@ class LossSettings:
     Attributes:
       clip_low: the ratio is clipped below at 1 - clip_low.
       clip_high: and above at 1 + clip_high.
-      dual_clip: where the advantage A is negative, f is at least ``dual_clip * A``; None for no bound.
+      dual_clip: where the advantage A is negative, f is at least ``dual_clip * A``; None for no
+        bound.
       kl_weight: weight of the KL to the reference policy; 0 leaves the reference out altogether.
       kl_estimator: "k1", "k2" or "k3", see `kl_estimate`.
       entropy_weight: weight of the entropy bonus.
@@ -78,7 +80,7 @@ def surrogate(
 
 
 def kl_estimate(log_ratio: Float[Array, "..."], estimator: str) -> Float[Array, "..."]:
-    """Single-sample estimates of the KL between the policy and a reference, of d = log pi - log ref.
+    """Single-sample estimates of the KL from a reference, functions of d = log pi - log ref.
 
     ========= ================= =============================================================
     estimator value             expected gradient for tokens sampled from the policy
@@ -161,10 +163,11 @@ def tree_loss(
 def finish_metrics(sums: dict[str, Any]) -> dict[str, float]:
     """Logged numbers from the summed metrics of all micro-batches of an update.
 
-    ``loss/policy`` and ``loss/kl`` are the terms of the loss (before their weight); ``loss/entropy``,
-    ``diag/clip_fraction``, ``diag/approx_kl`` (E[r - 1 - log r]) and ``rollout/logprob_gap``
-    (|learner - rollout|, nats) are means over trained tokens; ``diag/ess`` is the effective sample
-    size of the ratios, (sum r)^2 / (n sum r^2).
+    ``loss/policy`` and ``loss/kl`` are the terms of the loss, before their weight.
+    ``loss/entropy``, ``diag/clip_fraction``, ``diag/approx_kl`` (E[r - 1 - log r], from the
+    behaviour policy), ``diag/reference_kl`` (k3, from the reference) and ``rollout/logprob_gap``
+    (|learner - rollout|, nats) are means over trained tokens. ``diag/ess`` is the effective sample
+    size of the ratios as a fraction, (sum r)^2 / (n sum r^2).
     """
     value = {name: float(x) for name, x in sums.items()}
     count = max(value["tokens"], 1.0)

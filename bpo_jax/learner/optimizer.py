@@ -61,7 +61,7 @@ def learning_rate(settings: OptimizerSettings) -> optax.Schedule:
 
 
 def decays(path: tuple[Any, ...]) -> bool:
-    """Whether weight decay applies to the parameter at `path`: to matrices, not to norms and biases.
+    """Whether weight decay applies to the parameter at `path`: not to norms and biases.
 
     By name, not by rank: a stacked (scanned) bias has two axes as well.
     """

@@ -76,8 +76,8 @@ def token_scores(
 ) -> tuple[jax.Array, jax.Array]:
     """Log-prob of every token and the entropy it was drawn with, both [B, T] float32.
 
-    A token is predicted where it was sampled, at its parent, which at a fork is not the token before
-    it. Tokens without a parent get the prediction at index 0, which means nothing: mask them.
+    A token is predicted where it was sampled, at its parent, which at a fork is not the token
+    before it. Tokens without a parent get the prediction at index 0, which means nothing.
     """
     model = nnx.merge(graphdef, params)
     hidden_btd = model(batch.tokens, batch.position, batch.subtree_end)
@@ -200,8 +200,8 @@ def update(
       epochs: passes over all minibatches.
 
     Returns:
-      The new state and the logged numbers. ``rollout/logprob_gap`` is that of the first minibatch of
-      the first epoch, the only one that was surely sampled from the parameters it is compared with;
+      The new state and the logged numbers. ``rollout/logprob_gap`` is that of the first minibatch
+      of the first epoch, the only one compared with the parameters it was sampled from.
       ``diag/skipped`` counts steps that were left out because a gradient was not finite.
 
     Raises:
@@ -237,9 +237,9 @@ def check_finite(metrics: dict[str, float], *, step: int) -> None:
     """
     if metrics["diag/skipped"]:
         raise NonFiniteGradients(
-            f"update {step}: gradient norm {metrics['diag/grad_norm']}, the update was skipped and the "
-            "parameters are unchanged; lower optimizer.learning_rate, or set loss.dual_clip if "
-            f"diag/approx_kl ({metrics['diag/approx_kl']:.3g}) is large"
+            f"update {step}: gradient norm {metrics['diag/grad_norm']}, so the update was skipped "
+            "and the parameters are unchanged; lower optimizer.learning_rate, or set "
+            f"loss.dual_clip if diag/approx_kl ({metrics['diag/approx_kl']:.3g}) is large"
         )
 
 

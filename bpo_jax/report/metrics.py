@@ -1,8 +1,8 @@
 """The numbers of a run on disk: ``metrics.jsonl``, TensorBoard events and ``summary.json``.
 
-``metrics.jsonl`` holds one object a line, each with ``step`` and ``kind`` ("train" or "eval"), and is
-flushed line by line. A run that resumes cuts it back to its checkpoint's step, so that it reads as
-if the run had never stopped.
+``metrics.jsonl`` holds one object a line, each with ``step`` and ``kind`` ("train" or "eval"), and
+is flushed line by line. A run that resumes cuts it back to its checkpoint's step, so that it reads
+as if the run had never stopped.
 """
 
 from __future__ import annotations

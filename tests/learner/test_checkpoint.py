@@ -54,7 +54,7 @@ def test_a_chosen_step_is_restored_or_said_to_be_missing(tmp_path):
     for step in (1, 2):
         checkpoints.save(step, make_state(step), make_record(step))
     assert checkpoints.restore(make_state(0.0), step=1)[0] == 1
-    with pytest.raises(checkpoint_lib.CheckpointError, match="no checkpoint of step 7; there are: 1, 2"):
+    with pytest.raises(checkpoint_lib.CheckpointError, match="step 7; there are: 1, 2"):
         checkpoints.restore(make_state(0.0), step=7)
 
 

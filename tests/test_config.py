@@ -1,0 +1,165 @@
+"""What a configuration may hold; every refusal is one line that names the key and the way out."""
+
+import pathlib
+
+import pytest
+
+from bpo_jax import config as config_lib
+from bpo_jax import estimators
+
+
+def make_config(**changes):
+    config = config_lib.base()
+    config.budget.updates = 1
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        if name:
+            config[section][name] = value
+        else:
+            config[section] = value
+    return config
+
+
+def test_every_key_of_the_base_is_commented():
+    source = pathlib.Path(config_lib.__file__).read_text()
+    body = source[source.index("def base()") : source.index("def resolve(")]
+    lines = [line.strip() for line in body.splitlines()]
+    sections = [i for i, line in enumerate(lines) if line.endswith("config_dict.ConfigDict()")]
+    for index, line in enumerate(lines):
+        if " = " in line and index not in sections and not line.startswith(("optional", "config =")):
+            assert "#" in line or lines[index - 1].startswith("#"), line
+
+
+@pytest.mark.parametrize("name", sorted(estimators.ALGORITHMS))
+def test_every_algorithm_works_with_its_implied_values(name):
+    resolved = config_lib.resolve(make_config(algorithm__name=name))
+    forks = resolved.branching.placement != "none"
+    assert (resolved.branching.siblings > 1) == forks
+    assert (resolved.branching.forks_per_root > 0) == forks
+    assert resolved.algorithm.roots > 1
+
+
+def test_branching_and_flat_algorithms_imply_the_same_number_of_returns():
+    branching = config_lib.resolve(make_config(algorithm__name="bpo"))
+    flat = config_lib.resolve(make_config(algorithm__name="rloo"))
+    roots, b = branching.algorithm.roots, branching.branching
+    assert roots * (1 + b.forks_per_root * (b.siblings - 1)) == flat.algorithm.roots
+
+
+def test_resolving_leaves_the_given_config_alone_and_locks_the_copy():
+    config = make_config()
+    resolved = config_lib.resolve(config)
+    assert config.branching.placement is None
+    with pytest.raises(AttributeError):
+        resolved.nothing = 1
+
+
+def test_only_settings_the_estimator_knows_are_handed_to_it():
+    bpo = config_lib.resolve(make_config(algorithm__name="bpo"))
+    assert config_lib.algorithm_settings(bpo) == {"flow_exponent": 1.0}
+    grpo = config_lib.resolve(make_config(algorithm__name="grpo"))
+    assert config_lib.algorithm_settings(grpo) == {"epsilon": 1e-6}
+
+
+BAD = {
+    "unknown algorithm": ({"algorithm__name": "sarsa"}, "algorithm.name='sarsa'"),
+    "no sibling and one root": (
+        {"algorithm__roots": 1, "branching__siblings": 1},
+        "branching.siblings=1",
+    ),
+    "no fork and one root": (
+        {"algorithm__roots": 1, "branching__forks_per_root": 0},
+        "algorithm.roots=1",
+    ),
+    "a group of one": ({"algorithm__name": "rloo", "algorithm__roots": 1}, "algorithm.roots=1"),
+    "a flat algorithm with forks": (
+        {"algorithm__name": "rloo", "branching__forks_per_root": 2},
+        "branching.forks_per_root=2",
+    ),
+    "a flat algorithm with siblings": (
+        {"algorithm__name": "grpo", "branching__siblings": 3},
+        "branching.siblings=3",
+    ),
+    "a flat algorithm with a placement": (
+        {"algorithm__name": "rloo", "branching__placement": "entropy"},
+        "branching.placement='entropy'",
+    ),
+    "unknown placement": ({"branching__placement": "best"}, "branching.placement='best'"),
+    "forks with one child": ({"branching__siblings": 1}, "branching.siblings=1"),
+    "another algorithm's setting": (
+        {"algorithm__name": "rloo", "algorithm__flow_exponent": 0.5},
+        "algorithm.flow_exponent=0.5",
+    ),
+    "gamma 0": ({"algorithm__gamma": 0.0}, "algorithm.gamma=0.0"),
+    "quantile 1": ({"branching__quantile": 1.0}, "branching.quantile=1.0"),
+    "negative learning rate": (
+        {"optimizer__learning_rate": -1e-3},
+        "optimizer.learning_rate=-0.001",
+    ),
+    "learning rate nan": ({"optimizer__learning_rate": float("nan")}, "optimizer.learning_rate=nan"),
+    "clip 0": ({"loss__clip_low": 0.0}, "loss.clip_low=0.0"),
+    "clip 1": ({"loss__clip_low": 1.0}, "loss.clip_low=1.0"),
+    "dual clip below 1": ({"loss__dual_clip": 0.5}, "loss.dual_clip=0.5"),
+    "unknown kl": ({"loss__kl_estimator": "k9"}, "loss.kl_estimator='k9'"),
+    "negative kl": ({"loss__kl_weight": -0.1}, "loss.kl_weight=-0.1"),
+    "unknown schedule": ({"optimizer__schedule": "step"}, "optimizer.schedule='step'"),
+    "no tasks": ({"batch__tasks": 0}, "batch.tasks=0"),
+    "minibatches that do not divide": (
+        {"batch__tasks": 8, "batch__minibatches": 3},
+        "batch.minibatches=3",
+    ),
+    "row of an odd length": ({"batch__row_length": 2000}, "batch.row_length=2000"),
+    "row shorter than a branch": ({"batch__row_length": 512}, "batch.row_length=512"),
+    "rows that do not divide": ({"batch__rows": 3, "mesh__fsdp": 2}, "batch.rows=3"),
+    "mesh axis 0": ({"mesh__tensor": 0}, "mesh.tensor=0"),
+    "no room for a prompt": (
+        {"policy__context": 16, "rollout__action_tokens": 16},
+        "policy.context=16",
+    ),
+    "greedy training": ({"rollout__temperature": 0.0}, "rollout.temperature=0.0"),
+    "negative temperature": ({"rollout__temperature": -1.0}, "rollout.temperature=-1.0"),
+    "missing data": ({"environment__data": "/no/such/folder"}, "environment.data="),
+    "missing environment": (
+        {"environment__factory": "bpo_jax.environments.chess:make"},
+        "environment.factory=",
+    ),
+    "environment without a function": (
+        {"environment__factory": "bpo_jax.environments.alfworld"},
+        "environment.factory=",
+    ),
+    "unknown split": ({"eval__split": "holdout"}, "eval.split='holdout'"),
+    "a factory's own refusal": ({"environment__settings": {"size": "huge"}}, "environment: "),
+    "a setting the factory has not": ({"environment__settings": {"color": 1}}, "environment: "),
+    "missing policy": ({"policy__init": "/no/such/model"}, "policy.init="),
+    "missing packaged policy": ({"policy__init": "package:nothing"}, "policy.init="),
+    "unknown dtype": ({"policy__dtype": "float8"}, "policy.dtype='float8'"),
+    "no budget": ({"budget__updates": None}, "budget: nothing is set"),
+    "budget 0": ({"budget__decoded_tokens": 0}, "budget.decoded_tokens=0"),
+    "cosine without an end": (
+        {"budget__updates": None, "budget__returns": 9, "optimizer__schedule": "cosine"},
+        "optimizer.schedule='cosine'",
+    ),
+    "negative seed": ({"seed": -1}, "seed=-1"),
+    "no checkpoint kept": ({"checkpoint__keep": 0}, "checkpoint.keep=0"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_config_that_cannot_work_is_refused_in_one_line(case):
+    changes, start = BAD[case]
+    with pytest.raises(config_lib.ConfigError) as raised:
+        config_lib.resolve(make_config(**changes))
+    message = str(raised.value)
+    assert message.startswith(start)
+    assert "\n" not in message
+    assert len(message) > len(start) + 10  # it says what was expected, too
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(config_lib.ConfigError, match="expected one of train, eval, warmstart"):
+        config_lib.resolve(make_config(), mode="serve")
+
+
+def test_evaluation_may_be_greedy_and_needs_no_budget():
+    config = make_config(budget__updates=None, eval__temperature=0.0)
+    config_lib.resolve(config, mode="eval")
