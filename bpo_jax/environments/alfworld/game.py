@@ -43,7 +43,7 @@ COMMANDS: Mapping[str, str] = {
 }
 """How each action is spelt; `{r}` is a receptacle's name, `{o}` and `{tool}` are objects' names."""
 
-HELP = """
+HELP = """\
 You can say:
   look                              what is around you
   inventory                         what you hold
