@@ -10,6 +10,7 @@ from bpo_jax.models.decoder import (
     init,
     init_cache,
 )
+from bpo_jax.models.logprobs import token_logprobs
 from bpo_jax.models.tree_attention import tree_attention
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "abstract",
     "init",
     "init_cache",
+    "token_logprobs",
     "tree_attention",
 ]

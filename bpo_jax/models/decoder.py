@@ -26,7 +26,9 @@ from bpo_jax.models import tree_attention
 Params = dict[str, Any]
 """Nested dictionary of arrays, the plain pytree that jitted functions take."""
 Cache = tuple[tuple[jax.Array, jax.Array], ...]
-"""Keys and values of every layer, each [batch, length, kv_heads, head_dim]."""
+"""Of every layer the keys [batch, kv_heads, head_dim, length] and the values [batch, kv_heads,
+length, head_dim]: the two orders in which the products of one new token read them without a copy.
+Rows are on axis 0 of both, so ``jax.tree.map(lambda x: x.at[to].set(x[of]), cache)`` forks."""
 Remat = Literal["none", "dots", "full"]
 
 
@@ -207,13 +209,14 @@ def _normal(stddev: float) -> Callable[..., jax.Array]:
 
 _ones, _zeros = nnx.initializers.ones, nnx.initializers.zeros
 _INIT_STDDEV = 0.02
+_small = _normal(_INIT_STDDEV)
 
 
 class Block(nnx.Module):
     """One transformer layer: attention, then the gated feed-forward, each after an RMSNorm."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        def param(shape, axes, initializer=_normal(_INIT_STDDEV)):
+        def param(shape, axes, initializer=_small):
             return _param(rngs, config, shape, axes, initializer)
 
         c = config
@@ -326,6 +329,7 @@ class Decoder(nnx.Module):
         tokens_bs: Int[Array, "b s"],
         start_b: Int[Array, "b"],
         cache: Cache,
+        blocks: tuple[Params, ...] | None = None,
     ) -> tuple[Float[Array, "b s d"], Cache]:
         """Appends tokens to a cache: one at a time while sampling, many while prefilling.
 
@@ -334,26 +338,38 @@ class Decoder(nnx.Module):
         never seen by a token at or before it, and is overwritten by the row's next tokens.
         Positions beyond the cache are not written.
 
+        Args:
+          tokens_bs: the new token ids.
+          start_b: position of the first of them, the number of tokens the row holds already.
+          cache: from `init_cache` or the call before.
+          blocks: ``self.blocks()``, computed outside a loop so that it is not repeated inside.
+
         Returns:
           Hidden states after the final norm, and the cache, updated in place where it is donated.
         """
         c = self.config
-        graphdef, stacked = nnx.split(self.layers)
-        params = nnx.to_pure_dict(stacked)
+        graphdef = nnx.graphdef(self.layers)
         position_bs = start_b[:, None] + jnp.arange(tokens_bs.shape[1], dtype=start_b.dtype)
         rope = rope_angles(c, position_bs)
         x_bsd = self._embed(tokens_bs)
         updated = []
-        for index, kv in enumerate(cache):
-            block = nnx.merge(graphdef, jax.tree.map(lambda p, i=index: p[i], params))
+        for params, kv in zip(blocks or self.blocks(), cache, strict=True):
+            block = nnx.merge(graphdef, params)
 
             def attend(q, k, v, kv=kv):
-                keys, values = (_write(old, new, position_bs) for old, new in zip(kv, (k, v)))
-                updated.append((keys, values))
-                return _cached_attention(q, keys, values, position_bs)
+                updated.append(_write(kv, k, v, position_bs))
+                return _cached_attention(q, *updated[-1], position_bs)
 
             x_bsd = block(x_bsd, rope, attend)
         return rms_norm(x_bsd, self.final_norm[...], c.rms_norm_eps), tuple(updated)
+
+    def blocks(self) -> tuple[Params, ...]:
+        """The parameters of every layer by itself."""
+        stacked = nnx.to_pure_dict(nnx.state(self.layers))
+        return tuple(
+            jax.tree.map(lambda p, i=index: p[i], stacked)
+            for index in range(self.config.num_layers)
+        )
 
     def head_dv(self) -> Float[Array, "d v"]:
         """The matrix that turns hidden states into logits."""
@@ -393,30 +409,33 @@ def rotate(x_bthn: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return turned.astype(x_bthn.dtype)
 
 
-def _write(cache_btkd: jax.Array, new_bskd: jax.Array, position_bs: jax.Array) -> jax.Array:
-    rows = jnp.arange(cache_btkd.shape[0])[:, None]
-    return cache_btkd.at[rows, position_bs].set(
-        new_bskd.astype(cache_btkd.dtype),
-        mode="drop", unique_indices=True, indices_are_sorted=True,
-    )  # fmt: skip
+def _write(
+    kv: tuple[jax.Array, jax.Array], k_bskd: jax.Array, v_bskd: jax.Array, position_bs: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    keys_bkdt, values_bktd = kv
+    rows = jnp.arange(keys_bkdt.shape[0])[:, None]
+    in_order = {"mode": "drop", "unique_indices": True, "indices_are_sorted": True}
+    keys = keys_bkdt.at[rows, :, :, position_bs].set(k_bskd.astype(keys_bkdt.dtype), **in_order)
+    values = values_bktd.at[rows, :, position_bs].set(v_bskd.astype(values_bktd.dtype), **in_order)
+    return keys, values
 
 
 def _cached_attention(
-    q_bshd: jax.Array, k_btkd: jax.Array, v_btkd: jax.Array, position_bs: jax.Array
+    q_bshd: jax.Array, k_bkdt: jax.Array, v_bktd: jax.Array, position_bs: jax.Array
 ) -> jax.Array:
     """Attention of s tokens to cache positions up to their own; keys are not repeated."""
     b, s, h, d = q_bshd.shape
-    t, kv = k_btkd.shape[1:3]
-    q_bskgd = q_bshd.reshape(b, s, kv, h // kv, d) * (d**-0.5)
+    kv, t = v_bktd.shape[1:3]
+    dtype = q_bshd.dtype
+    q_bkgsd = jnp.moveaxis(q_bshd.reshape(b, s, kv, h // kv, d), 1, 3) * (d**-0.5)
     scores_bkgst = jnp.einsum(
-        "bskgd,btkd->bkgst", q_bskgd, k_btkd.astype(q_bshd.dtype),
-        preferred_element_type=jnp.float32,
-    )  # fmt: skip
+        "bkgsd,bkdt->bkgst", q_bkgsd, k_bkdt.astype(dtype), preferred_element_type=jnp.float32
+    )
     seen_bst = jnp.arange(t) <= position_bs[..., None]
     scores_bkgst = jnp.where(seen_bst[:, None, None], scores_bkgst, -jnp.inf)
-    weights_bkgst = jax.nn.softmax(scores_bkgst, axis=-1).astype(q_bshd.dtype)
-    out_bskgd = jnp.einsum("bkgst,btkd->bskgd", weights_bkgst, v_btkd.astype(q_bshd.dtype))
-    return out_bskgd.reshape(b, s, h, d)
+    weights_bkgst = jax.nn.softmax(scores_bkgst, axis=-1).astype(dtype)
+    out_bkgsd = jnp.einsum("bkgst,bktd->bkgsd", weights_bkgst, v_bktd.astype(dtype))
+    return jnp.moveaxis(out_bkgsd, 3, 1).reshape(b, s, h, d)
 
 
 def init(config: DecoderConfig, seed: int) -> tuple[nnx.GraphDef, Params]:
@@ -448,7 +467,11 @@ def abstract(config: DecoderConfig) -> tuple[nnx.GraphDef, Params, Params]:
 
 def init_cache(config: DecoderConfig, batch: int, length: int, dtype: str = "float32") -> Cache:
     """An empty cache for `batch` rows of up to `length` tokens."""
-    shape = (batch, length, config.num_kv_heads, config.head_dim)
+    heads = (batch, config.num_kv_heads)
     return tuple(
-        (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers)
+        (
+            jnp.zeros((*heads, config.head_dim, length), dtype),
+            jnp.zeros((*heads, length, config.head_dim), dtype),
+        )
+        for _ in range(config.num_layers)
     )
