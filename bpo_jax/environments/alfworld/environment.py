@@ -167,7 +167,11 @@ def _order(count: int, seed: int, epoch: int) -> list[int]:
 
 
 class TaskStream:
-    """Tasks by position; an `api.TaskIterator`."""
+    """Tasks by position; an `api.TaskIterator`.
+
+    Attributes:
+      length: how many tasks there are in all; None where the stream never ends.
+    """
 
     def __init__(
         self, split: str, seed: int, get: Callable[[int], api.Task], length: int | None
@@ -175,28 +179,14 @@ class TaskStream:
         self._split = split
         self._seed = seed
         self._get = get
-        self._length = length
+        self.length = length
         self._position = 0
-
-    def __len__(self) -> int:
-        """How many tasks there are in all.
-
-        Raises:
-          TypeError: if the stream never ends.
-        """
-        if self._length is None:
-            raise TypeError(f"the stream of {self._split!r} never ends")
-        return self._length
-
-    def __length_hint__(self) -> int:
-        """What is left of a finite stream; nothing is said of an endless one."""
-        return 0 if self._length is None else self._length - self._position
 
     def __iter__(self) -> TaskStream:
         return self
 
     def __next__(self) -> api.Task:
-        if self._length is not None and self._position >= self._length:
+        if self.length is not None and self._position >= self.length:
             raise StopIteration
         task = self._get(self._position)
         self._position += 1
