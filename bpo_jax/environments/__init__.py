@@ -1,0 +1,1 @@
+"""Task families: each owns its games or problems, its protocol and its demonstrator."""

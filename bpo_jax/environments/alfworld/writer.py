@@ -37,15 +37,8 @@ def to_tw_pddl(game: Game) -> dict[str, Any]:
     Raises:
       ValueError: if the names are not the ones a reader would give.
     """
-    for items in (game.receptacles, game.objects):
-        left: dict[str, int] = {}
-        for item in reversed(items):
-            left[item.kind] = left.get(item.kind, 0) + 1
-            if item.name != f"{item.kind} {left[item.kind]}":
-                raise ValueError(
-                    f"game {game.id}: expected {item.kind} {left[item.kind]}, "
-                    f"got {item.name!r}; names count down within a kind"
-                )
+    _check_names(game.id, [(item.name, item.kind) for item in game.receptacles])
+    _check_names(game.id, [(item.name, item.kind) for item in game.objects])
     return {
         "pddl_domain": _domain(game.rules),
         "grammar": _grammar(game),
@@ -53,6 +46,18 @@ def to_tw_pddl(game: Game) -> dict[str, Any]:
         "solvable": True,
         "walkthrough": list(game.walkthrough or ()),
     }
+
+
+def _check_names(game: str, items: list[tuple[str, str]]) -> None:
+    """Refuses (name, kind) pairs whose numbers do not count down within a kind."""
+    left: dict[str, int] = {}
+    for name, kind in reversed(items):
+        left[kind] = left.get(kind, 0) + 1
+        if name != f"{kind} {left[kind]}":
+            raise ValueError(
+                f"game {game}: expected the name {kind} {left[kind]}, got {name!r}; "
+                "names count down within a kind"
+            )
 
 
 def folder_of(game: Game) -> str:

@@ -1,0 +1,1 @@
+"""Live copies of environments that can be stepped, snapshotted and forked."""
