@@ -65,7 +65,7 @@ def base() -> config_dict.ConfigDict:
     policy.remat = "none"  # recompute in the backward pass: none | dots | full
 
     config.algorithm = algorithm = config_dict.ConfigDict()
-    algorithm.name = "bpo"  # one of bpo_jax.estimators.ALGORITHMS
+    algorithm.name = "bpo"  # a name in bpo_jax/estimators
     algorithm.roots = optional(int)  # M trajectories from the start of a task; None: implied
     algorithm.gamma = 1.0  # discount per action
     algorithm.flow_exponent = 1.0  # bpo: 1 is the policy gradient, 0 counts every action equally
@@ -88,8 +88,8 @@ def base() -> config_dict.ConfigDict:
     rollout.temperature = 1.0  # of sampling, and of all log-probs in the loss
     rollout.action_tokens = 24  # longest action
     rollout.slots = 64  # branches sampled at the same time
-    rollout.top_p = 1.0  # only 1 when training: a truncated policy has another gradient
-    rollout.top_k = 0  # only 0 when training
+    rollout.retries = 2  # times a broken sandbox is rebuilt for an action before it is masked
+    rollout.invalid_penalty = 0.0  # taken from the reward of a turn that holds no action
 
     config.loss = loss = config_dict.ConfigDict()
     loss.clip_low = 0.2  # ratios are clipped to [1 - clip_low, 1 + clip_high]
@@ -140,12 +140,16 @@ def base() -> config_dict.ConfigDict:
     mesh.tensor = 1  # ways heads and the vocabulary are split
 
     config.log = log = config_dict.ConfigDict()
-    log.tensorboard = True  # event files in WORKDIR/tensorboard
+    log.tensorboard = True  # event files in the workdir
     return config
 
 
 def resolve(config: config_dict.ConfigDict, *, mode: str = "train") -> config_dict.ConfigDict:
     """A copy with implied values filled in, checked and locked.
+
+    Args:
+      config: `base()` with changes.
+      mode: what it is for.
 
     Raises:
       ConfigError: see `validate`.
@@ -178,18 +182,12 @@ def validate(config: config_dict.ConfigDict, *, mode: str = "train") -> None:
     _numbers(config)
     _environment(config)
     _policy(config)
-    _branching(config, _algorithm(config))
-    _algorithm_settings(config, _algorithm(config))
+    algorithm = _algorithm(config)
+    _branching(config, algorithm)
+    _algorithm_settings(config, algorithm)
     if mode == "train":
         _training(config)
     _choices(config)
-
-
-def algorithm_settings(config: config_dict.ConfigDict) -> dict[str, Any]:
-    """Constant keyword arguments of the estimator that this config's algorithm accepts."""
-    accepted = _algorithm(config).settings
-    names = ("flow_exponent", "epsilon")
-    return {name: config.algorithm[name] for name in names if name in accepted}
 
 
 def _fail(config: config_dict.ConfigDict, key: str, expected: str) -> None:
@@ -211,7 +209,8 @@ _AT_LEAST: dict[str, float] = {
     "seed": 0, "environment.max_turns": 1, "policy.context": 2, "algorithm.roots": 1,
     "branching.forks_per_root": 0, "branching.forks_per_tree": 0, "branching.siblings": 1,
     "branching.min_gap": 1, "branching.initial_threshold": 0,
-    "rollout.action_tokens": 1, "rollout.slots": 1, "rollout.top_k": 0, "loss.kl_weight": 0,
+    "rollout.action_tokens": 1, "rollout.slots": 1, "rollout.retries": 0,
+    "rollout.invalid_penalty": 0, "loss.kl_weight": 0,
     "loss.entropy_weight": 0, "loss.chunk": 1, "optimizer.warmup": 0, "optimizer.weight_decay": 0,
     "optimizer.max_grad_norm": 0, "batch.tasks": 1, "batch.rows": 1, "batch.row_length": 128,
     "batch.minibatches": 1, "batch.epochs": 1, "budget.updates": 1, "budget.decoded_tokens": 1,
@@ -227,7 +226,6 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "algorithm.flow_exponent": (lambda x: 0 <= x <= 1, "in [0, 1]"),
     "branching.quantile": (lambda x: 0 < x < 1, "in (0, 1)"),
     "branching.memory": (lambda x: 0 <= x < 1, "in [0, 1)"),
-    "rollout.top_p": (lambda x: 0 < x <= 1, "in (0, 1]"),
     "loss.clip_low": (lambda x: 0 < x < 1, "in (0, 1)"),
     "loss.dual_clip": (lambda x: x > 1, "greater than 1, or None for no bound"),
     "optimizer.b1": (lambda x: 0 <= x < 1, "in [0, 1)"),
@@ -381,9 +379,6 @@ def _training(config: config_dict.ConfigDict) -> None:
             config, "rollout.temperature",
             "training samples, so expected a number greater than 0 (eval.temperature may be 0)",
         )  # fmt: skip
-    for key, whole in (("rollout.top_p", 1), ("rollout.top_k", 0)):
-        if rollout[key.removeprefix("rollout.")] != whole:
-            _fail(config, key, f"expected {whole} when training: a truncated policy is another one")
     if budget.updates is None and budget.decoded_tokens is None and budget.returns is None:
         raise ConfigError(
             "budget: nothing is set, so the run would never end; set budget.updates, "
@@ -407,7 +402,7 @@ def _training(config: config_dict.ConfigDict) -> None:
         _fail(config, "optimizer.schedule", "the cosine needs an end: set budget.updates")
     for axis, size in config.mesh.items():
         if size < 1 and size != -1:
-            _fail(config, f"mesh.{axis}", "expected a number of devices, or -1 for all that are left")
+            _fail(config, f"mesh.{axis}", "expected a number of devices, or -1 for those left")
     slots = config.mesh.data * config.mesh.fsdp
     if slots > 1 and batch.rows % slots:
         _fail(config, "batch.rows", f"expected a multiple of mesh.data x mesh.fsdp = {slots}")

@@ -150,6 +150,8 @@ def main(argv: Sequence[str]) -> int:
         config = config_lib.resolve(values["config"].value, mode=mode)
         _make_workdir(workdir)
         return run(config, workdir, mode)
+    except KeyboardInterrupt:
+        return 130
     except config_lib.ConfigError as error:
         print(f"bpo_jax: {error}", file=sys.stderr)
         return 2

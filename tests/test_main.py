@@ -52,7 +52,7 @@ def test_a_refusal_comes_before_jax_is_imported(config_file, tmp_path):
         f"rc = main.main(['main', '--config={config_file}', '--workdir={tmp_path}', '--mode=x']); "
         "assert 'jax' not in sys.modules; sys.exit(rc)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
     assert result.returncode == 2, result.stderr
 
 

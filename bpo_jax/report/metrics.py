@@ -60,7 +60,7 @@ class MetricsWriter:
             import tensorboardX  # half a second, and only needed here
 
             self._events = tensorboardX.SummaryWriter(
-                str(pathlib.Path(workdir) / "tensorboard"), purge_step=step + 1
+                str(workdir), purge_step=step + 1
             )
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:

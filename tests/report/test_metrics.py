@@ -56,7 +56,7 @@ def test_event_files_are_written(tmp_path):
     writer = MetricsWriter(tmp_path, tensorboard=True)
     writer.write("train", 1, {"loss/policy": 0.25, "eval/split": "valid"})
     writer.close()
-    (events,) = (tmp_path / "tensorboard").iterdir()
+    (events,) = tmp_path.glob("events.out.tfevents.*")
     assert b"loss/policy" in events.read_bytes()
 
 
