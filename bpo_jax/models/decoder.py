@@ -414,7 +414,7 @@ def _write(
 ) -> tuple[jax.Array, jax.Array]:
     keys_bkdt, values_bktd = kv
     rows = jnp.arange(keys_bkdt.shape[0])[:, None]
-    in_order = {"mode": "drop", "unique_indices": True, "indices_are_sorted": True}
+    in_order: dict[str, Any] = {"mode": "drop", "unique_indices": True, "indices_are_sorted": True}
     keys = keys_bkdt.at[rows, :, :, position_bs].set(k_bskd.astype(keys_bkdt.dtype), **in_order)
     values = values_bktd.at[rows, :, position_bs].set(v_bskd.astype(values_bktd.dtype), **in_order)
     return keys, values
