@@ -1,11 +1,11 @@
 """The tree of one task: decisions (nodes), actions (edges), and nothing that knows how they arose.
 
-A *decision* is a state in which the policy is about to sample: everything the policy has read so far.
-An *action* is one sampled turn: it leaves a decision and leads to the next one, or to the end.
-A *tree* holds the M root trajectories of one task and the siblings forked along them. All roots start
-in the same state, so they are the children of one root decision; a flat group of N trajectories
-(GRPO, RLOO) is a tree whose only decision with several actions is the root. A *fork* is a decision
-below the root with several actions.
+A *decision* is a state in which the policy is about to sample: everything the policy has read so
+far. An *action* is one sampled turn: it leaves a decision and leads to the next one, or to the end.
+A *tree* holds the M root trajectories of one task and the siblings forked along them. All roots
+start in the same state, so they are the children of one root decision; a flat group of N
+trajectories (GRPO, RLOO) is a tree whose only decision with several actions is the root. A *fork*
+is a decision below the root with several actions.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, Literal
 import numpy as np
 
 End = Literal["done", "truncated", "masked"]
-"""How a trajectory ended: by the task's own rule, by a limit that belongs to the task (turns, tokens,
-seconds; its return counts), or by an infrastructure failure (its return does not exist)."""
+"""How a trajectory ended: by the task's own rule, by a limit that belongs to the task (turns,
+tokens, seconds; its return counts), or by an infrastructure failure (its return does not exist)."""
 
 
 def _empty_ids() -> np.ndarray:
