@@ -18,7 +18,7 @@ from typing import Any
 
 from bpo_jax.environments.alfworld import grammar, pddl
 from bpo_jax.environments.alfworld.game import TASK_TYPES, Game, Object, Receptacle, Rules, State
-from bpo_jax.environments.alfworld.goal import ARITY, Exists
+from bpo_jax.environments.alfworld.goal import ARITY, SORTS, Exists
 from bpo_jax.environments.alfworld.pddl import Unsupported
 
 SPLITS = ("train", "valid_seen", "valid_unseen")
@@ -349,9 +349,11 @@ def _goal(part: Any) -> Exists:
                 for name, sort in pddl.typed(declared):
                     if name in variables:
                         raise Unsupported(f"its goal binds {name!r} twice")
+                    if sort not in SORTS:
+                        raise Unsupported(f"its goal asks for some {sort!r}")
                     variables[name] = sort
                 visit(body)
-            case ["not", ["=", str(one), str(other)]]:
+            case ["not", ["=", str(one), str(other)]] if {one, other} <= variables.keys():
                 literals["!=", one, other] = None
             case [str(predicate), *arguments] if all(isinstance(one, str) for one in arguments):
                 literals[_literal(predicate, arguments, variables)] = None
