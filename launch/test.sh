@@ -5,8 +5,8 @@
 #   bash launch/test.sh -m slow                  the slow ones
 #   bash launch/test.sh tests/test_package.py    some of them
 #
-# Arguments are pytest's. EXTRAS=dev,parity or EXTRAS=dev,textworld also runs the comparisons with
-# PyTorch or with the original engine, which are skipped otherwise.
+# Arguments are pytest's. EXTRAS=dev,textworld installs the original game engine as well, whose
+# comparison is skipped otherwise; EXTRAS=dev,parity does the same for PyTorch.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=install.sh
 source "$(dirname "${BASH_SOURCE[0]}")/install.sh"
