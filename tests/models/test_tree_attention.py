@@ -1,0 +1,146 @@
+"""Block-skipping attention computes what the dense reference does, and skips what it should."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bpo_jax import packing
+from bpo_jax.models import chunked_attention
+from bpo_jax.models.tree_attention import tree_attention
+from tests import trees as random_trees
+
+
+def chain(t):
+    return np.full((1, t), t)
+
+
+def star(t):
+    """A prompt of four tokens and branches of three below it."""
+    end = np.minimum(4 + 3 * ((np.arange(t) - 4) // 3 + 1), t)
+    end[:4] = t
+    return end[None]
+
+
+def nested(t):
+    """Every token above the middle has everything below it, the others only themselves."""
+    return np.where(np.arange(t) < t // 2, t, np.arange(t) + 1)[None]
+
+
+def padding(t):
+    """A chain that fills a third of the row."""
+    return np.where(np.arange(t) < t // 3, t // 3, np.arange(t))[None]
+
+
+def packed_trees(t):
+    """Two rows of several random trees with forks and a padded end."""
+    trees = [random_trees.random_tree(seed, turns=5) for seed in range(8)]
+    weights = [random_trees.random_weights(tree, 0) for tree in trees]
+    return packing.pack(trees, weights, rows=2, row_length=t)[0].subtree_end
+
+
+SHAPES = [chain, star, nested, padding, packed_trees]
+
+
+def seen(end_bt):
+    index = np.arange(end_bt.shape[1])
+    return (index <= index[:, None]) & (index[:, None] < end_bt[:, None, :])
+
+
+def by_hand(q, k, v, end_bt):
+    """Softmax attention one query at a time, float64."""
+    out = np.zeros(q.shape)
+    group = q.shape[2] // k.shape[2]
+    for b, i, h in np.ndindex(q.shape[:3]):
+        keys = np.flatnonzero(seen(end_bt)[b, i])
+        if len(keys):
+            scores = k[b, keys, h // group] @ q[b, i, h] / np.sqrt(q.shape[3])
+            weights = np.exp(scores - scores.max())
+            out[b, i, h] = weights @ v[b, keys, h // group] / weights.sum()
+    return out
+
+
+def inputs(end_bt, heads=4, kv_heads=2, size=8, seed=0):
+    rng = np.random.default_rng(seed)
+    b, t = end_bt.shape
+    shapes = [(b, t, heads, size), (b, t, kv_heads, size), (b, t, kv_heads, size)]
+    q, k, v = (rng.normal(size=s).astype(np.float32) for s in shapes)
+    return q * 3, k, v, jnp.asarray(end_bt, jnp.int32)
+
+
+def relative(x, y):
+    return float(np.linalg.norm(np.asarray(x) - y) / max(np.linalg.norm(y), 1e-30))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("implementation", ["dense", "chunked"])
+def test_forward_is_softmax_attention_over_ancestors(shape, implementation):
+    q, k, v, end = inputs(shape(96))
+    out = tree_attention(q, k, v, end, implementation=implementation, block=16)
+    # Float32 sums of up to 96 terms against float64.
+    assert relative(out, by_hand(q, k, v, np.asarray(end))) < 1e-5
+
+
+@pytest.mark.parametrize("block", [16, 24, 128])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_chunked_gradients_are_those_of_dense(shape, block):
+    q, k, v, end = inputs(shape(100))
+    cotangent = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
+
+    def gradients(implementation):
+        def total(q, k, v):
+            out = tree_attention(q, k, v, end, implementation=implementation, block=block)
+            return jnp.sum(out * cotangent)
+
+        return jax.jit(jax.grad(total, argnums=(0, 1, 2)))(q, k, v)
+
+    for got, expected in zip(gradients("chunked"), gradients("dense"), strict=True):
+        assert np.isfinite(got).all()
+        assert relative(got, np.asarray(expected)) < 1e-4
+
+
+@pytest.mark.parametrize("implementation", ["dense", "chunked"])
+def test_padding_gives_zero_and_receives_no_gradient(implementation):
+    q, k, v, end = inputs(padding(60))
+
+    def attend(q, k, v):
+        return tree_attention(q, k, v, end, implementation=implementation, block=16)
+
+    assert not np.asarray(attend(q, k, v))[:, 20:].any()
+    for grad in jax.grad(lambda *x: jnp.sum(attend(*x) ** 2), argnums=(0, 1, 2))(q, k, v):
+        assert np.isfinite(grad).all()
+        assert not np.asarray(grad)[:, 20:].any()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_exactly_the_blocks_in_which_something_is_seen_are_computed(shape):
+    end = shape(96)
+    pairs, count = chunked_attention.live_pairs(jnp.asarray(end, jnp.int32), 8)
+    got = {tuple(map(int, pair)) for pair in pairs[: int(count)]}
+    blocks = seen(end).reshape(len(end), 12, 8, 12, 8).any(axis=(2, 4))
+    needed = {tuple(map(int, pair)) for pair in np.argwhere(blocks)}
+    assert needed <= got
+    # A key block is taken where its longest subtree reaches into the query block, so with whole
+    # subtrees in view nothing is taken in vain.
+    assert got == needed
+
+
+def test_bfloat16_stays_close_to_float32():
+    q, k, v, end = inputs(star(96))
+    low = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
+    out = tree_attention(*low, end, implementation="chunked", block=32)
+    assert out.dtype == jnp.bfloat16
+    # Eight bits of mantissa in inputs, weights and output.
+    assert relative(out.astype(jnp.float32), by_hand(q, k, v, np.asarray(end))) < 2e-2
+
+
+def test_an_unknown_implementation_is_refused():
+    with pytest.raises(ValueError, match="expected auto, dense or chunked"):
+        tree_attention(*inputs(chain(4)), implementation="sparse")
+
+
+def test_head_counts_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="3 query heads are not a multiple of 2"):
+        tree_attention(*inputs(chain(4), heads=3))
