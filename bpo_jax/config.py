@@ -57,7 +57,8 @@ def base() -> config_dict.ConfigDict:
     # Where the parameters come from: "random", "package:<name>" (shipped with bpo_jax), or a folder
     # in Hugging Face's format.
     policy.init = "random"
-    policy.preset = "tiny"  # sizes, where init = "random"; otherwise those of the folder
+    # Sizes, where init = "random": a name in bpo_jax/models/presets.py or a folder with config.json.
+    policy.preset = "tiny"
     policy.tokenizer = optional(str)  # folder; None: the one that lies with the parameters
     policy.context = 768  # longest branch in tokens, prompt included
     policy.dtype = "float32"  # of activations: float32 | bfloat16

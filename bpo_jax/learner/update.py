@@ -58,7 +58,7 @@ class Learner:
       zeros: params -> (gradient accumulator, summed metrics).
       accumulate: (params, accumulators, micro-batch) -> accumulators; donates the accumulators.
       apply: (state, accumulators) -> (state, summed metrics with ``grad_norm`` and ``finite``);
-        donates both. With a non-finite gradient the state comes back unchanged.
+        donates the state. With a non-finite gradient it comes back unchanged.
       score: (params, micro-batch) -> log-probs [B, T] of every token at its parent.
     """
 
@@ -139,7 +139,7 @@ def make(
 
     def apply(state: LearnerState, total: Any) -> tuple[LearnerState, dict[str, jax.Array]]:
         grads, sums = total
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         finite = jnp.isfinite(norm)
         updates, opt_state = transform.update(grads, state.opt_state, state.params)
         stepped = LearnerState(
@@ -173,7 +173,7 @@ def make(
             apply,
             in_shardings=(on_state, totals),
             out_shardings=(on_state, whole),
-            donate_argnums=(0, 1),
+            donate_argnums=0,
         ),
         score=jax.jit(
             lambda params, batch: scores(params, batch)[0],

@@ -1,0 +1,532 @@
+"""One run: grow trees, estimate advantages, pack, update, log, checkpoint, evaluate.
+
+`train` is the loop; `Run` holds what the loop works with. Nothing else in the program knows the
+whole of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import pathlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import config_dict
+
+import bpo_jax
+from bpo_jax import config as config_lib
+from bpo_jax import estimators, evaluation, packing
+from bpo_jax.estimators.running import RunningConstants
+from bpo_jax.interrupt import Abort, Interrupt
+from bpo_jax.learner import checkpoint as checkpoint_lib
+from bpo_jax.learner import loss as loss_lib
+from bpo_jax.learner import mesh as mesh_lib
+from bpo_jax.learner import optimizer as optimizer_lib
+from bpo_jax.learner import update as update_lib
+from bpo_jax.ledger import Ledger
+from bpo_jax.models import policy as policy_lib
+from bpo_jax.report import console
+from bpo_jax.report import metrics as metrics_lib
+from bpo_jax.rollout.branching import Branching, BranchingConfig
+from bpo_jax.rollout.dialogue import Dialogue
+from bpo_jax.rollout.engine import DenseEngine
+from bpo_jax.rollout.grower import Grower, Limits
+from bpo_jax.sandbox.in_process import InProcessBackend
+from bpo_jax.tree import Tree
+
+GRAD_NORM_WINDOW = 20
+"""Updates over which the variance of the gradient's norm is logged."""
+MOST_SKIPPED = 3
+"""Updates in a row that may be skipped for a gradient that is not finite."""
+
+
+def train(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
+    """Trains until a budget is spent, from the newest checkpoint in `workdir` if there is one.
+
+    Args:
+      config: resolved (`bpo_jax.config.resolve`).
+      workdir: an existing folder.
+
+    Returns:
+      What stands in ``summary.json`` at the end.
+    """
+    began = time.monotonic()
+    status = "failed"
+    run = Run(config, workdir)
+    with contextlib.ExitStack() as stack:
+        interrupt = stack.enter_context(Interrupt())
+        run.resume()
+        metrics = metrics_lib.MetricsWriter(
+            workdir, step=run.step, tensorboard=config.log.tensorboard
+        )
+        stack.callback(metrics.close)
+        progress = console.Progress(config.algorithm.name, start=run.fraction_spent())
+        if run.step:
+            progress.say(f"resumed after update {run.step} from {workdir}/checkpoints")
+        before = run.elapsed
+
+        def clock() -> float:
+            return before + time.monotonic() - began
+
+        try:
+            while True:
+                if run.checkpoint_due():
+                    with interrupt.shield():
+                        run.save()
+                if run.evaluation_due() and run.step not in metrics.evaluated:
+                    numbers = run.evaluate()
+                    metrics.write("eval", run.step, numbers | {"time/wall": clock()})
+                    progress.say(_evaluation_line(run.step, numbers))
+                if run.finished():
+                    break
+
+                timer = Timer()
+                with timer("rollout"):
+                    trees = run.grow()
+                with timer("pack"):
+                    estimates = run.estimate(trees)
+                    minibatches = run.pack(trees, estimates)
+                with timer("score"):
+                    minibatches = run.score_reference(minibatches)
+                with interrupt.shield():
+                    with timer("update"):
+                        numbers = run.update(trees, minibatches)
+                    numbers |= tree_metrics(trees, config.algorithm.gamma)
+                    numbers |= estimators.tree_diagnostics(
+                        trees, estimates, gamma=config.algorithm.gamma
+                    )
+                    run.learn_constants(trees, numbers)
+                    run.elapsed = clock()
+                    run.commit()
+                    numbers |= run.ledger.metrics() | timer.metrics() | {"time/wall": run.elapsed}
+                    metrics.write("train", run.step, numbers)
+                progress.show(run.fraction_spent(), _update_line(run, numbers, timer))
+            status = "finished" if run.step >= (config.budget.updates or np.inf) else "budget"
+        except Abort:
+            status = "interrupted"  # perhaps half an update: the last checkpoint stands
+        except KeyboardInterrupt:
+            progress.say("interrupted; saving the last completed update")
+            run.restore_committed()
+            run.save()
+            status = "interrupted"
+        finally:
+            progress.clear()
+            run.elapsed = clock()
+            summary = run.summary(status, metrics_lib.read(metrics.path))
+            metrics_lib.write_json(pathlib.Path(workdir) / metrics_lib.SUMMARY, summary)
+    print(console.render_summary(summary, workdir), file=sys.stderr)
+    return summary
+
+
+def evaluate(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
+    """Evaluates the newest checkpoint in `workdir`, or the initial policy, and prints the result.
+
+    The result is also written to ``eval-<split>.json``.
+    """
+    run = Run(config, workdir)
+    run.resume()
+    numbers = run.evaluate() | {"step": run.step}
+    path = pathlib.Path(workdir) / f"eval-{config.eval.split}.json"
+    metrics_lib.write_json(path, numbers)
+    for name in sorted(name for name in numbers if name.endswith("/success")):
+        count = numbers[name.removesuffix("success") + "count"]
+        print(f"  {name:<40}{numbers[name]:.1%} of {count}")
+    print(f"  after update {run.step}; all numbers: {path}")
+    return numbers
+
+
+class Timer:
+    """Seconds spent in each phase of an update."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - began
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds keyed ``time/<phase>``."""
+        return {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
+
+
+class Run:
+    """Everything a run works with, and the state that makes it resumable.
+
+    `commit` marks an update as complete; what is saved is always the last committed state, never a
+    half of one.
+    """
+
+    def __init__(self, config: config_dict.ConfigDict, workdir: str):
+        self.config = config
+        self.algorithm = estimators.ALGORITHMS[config.algorithm.name]
+        environment = config_lib.make_environment(config)
+        try:
+            policy = policy_lib.load(
+                init=config.policy.init,
+                preset=config.policy.preset,
+                tokenizer_folder=config.policy.tokenizer,
+                context=config.policy.context,
+                seed=config.seed,
+                dtype=config.policy.dtype,
+                param_dtype=config.policy.param_dtype,
+                remat=config.policy.remat,
+            )
+        except ValueError as error:
+            raise config_lib.ConfigError(f"policy: {error}") from error
+        self.learner = update_lib.make(
+            policy.config,
+            loss=loss_lib.LossSettings(
+                clip_low=config.loss.clip_low,
+                clip_high=config.loss.clip_high,
+                dual_clip=config.loss.dual_clip,
+                kl_weight=config.loss.kl_weight,
+                kl_estimator=config.loss.kl_estimator,
+                entropy_weight=config.loss.entropy_weight,
+            ),
+            optimizer=optimizer_lib.OptimizerSettings(
+                total=config.budget.updates or 0, **config.optimizer.to_dict()
+            ),
+            temperature=config.rollout.temperature,
+            chunk=config.loss.chunk,
+            mesh=mesh_lib.make_mesh(**config.mesh.to_dict()),
+        )
+        params = self.learner.place(policy.params)
+        self.state = self.learner.start(params)
+        # The initial policy; reloaded, not saved, when a run resumes.
+        self.reference = params if config.loss.kl_weight else None
+        dialogue = Dialogue(policy.tokenizer)
+        self.engine = DenseEngine(
+            graphdef=policy.graphdef,
+            config=policy.config,
+            params=self.state.params,
+            stop_id=dialogue.stop_id,
+            slots=config.rollout.slots,
+            context=config.policy.context,
+            max_turn_tokens=config.rollout.action_tokens,
+        )
+        self.grower = Grower(
+            environment=environment,
+            backend=InProcessBackend(environment=environment),
+            engine=self.engine,
+            dialogue=dialogue,
+            limits=Limits(
+                max_turns=environment.max_turns,
+                max_turn_tokens=config.rollout.action_tokens,
+                context=config.policy.context,
+                retries=config.rollout.retries,
+                invalid_penalty=config.rollout.invalid_penalty,
+            ),
+        )
+        self.tasks = environment.tasks(config.environment.train_split, seed=config.seed)
+        branching = config.branching.to_dict()
+        if branching["placement"] == "entropy":
+            branching["placement"] = "threshold"
+        self.rule = Branching(BranchingConfig(seed=config.seed, **branching))
+        self.constants = RunningConstants()
+        self.ledger = Ledger()
+        self.grad_norms: list[float] = []
+        self.skipped = 0
+        self.elapsed = 0.0
+        self.checkpoints = checkpoint_lib.Checkpoints(
+            pathlib.Path(workdir) / "checkpoints", keep=config.checkpoint.keep
+        )
+        self.commit()
+
+    # The state.
+
+    @property
+    def step(self) -> int:
+        """Updates completed."""
+        return self.ledger.updates
+
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the arrays."""
+        return copy.deepcopy(
+            {
+                "config": identity(self.config),
+                "tasks": self.tasks.state_dict(),
+                "branching": self.rule.state_dict(),
+                "constants": self.constants.state_dict(),
+                "ledger": self.ledger.state_dict(),
+                "grad_norms": self.grad_norms,
+                "skipped": self.skipped,
+                "elapsed": self.elapsed,
+            }
+        )
+
+    def load_record(self, record: dict[str, Any]) -> None:
+        """Puts everything but the arrays back to where `record` was taken."""
+        self.tasks.load_state_dict(record["tasks"])
+        self.rule.load_state_dict(record["branching"])
+        self.constants.load_state_dict(record["constants"])
+        self.ledger.load_state_dict(record["ledger"])
+        self.grad_norms = list(record["grad_norms"])
+        self.skipped = record["skipped"]
+        self.elapsed = record["elapsed"]
+
+    def commit(self) -> None:
+        """Marks the present state as the one to save."""
+        self.committed = self.record()
+
+    def restore_committed(self) -> None:
+        """Forgets what has happened since the last `commit`; arrays change only in `update`."""
+        self.load_record(self.committed)
+
+    def resume(self) -> None:
+        """Restores the newest checkpoint, where there is one."""
+        found = self.checkpoints.restore(self.state, config=identity(self.config))
+        if found is None:
+            return
+        _, self.state, record = found
+        self.load_record(record)
+        self.commit()
+        self.engine.set_weights(self.state.params, version=self.step)
+
+    def save(self) -> None:
+        """Writes a checkpoint of the last committed state."""
+        self.checkpoints.save(self.step, self.state, self.committed)
+
+    # What is due.
+
+    def fraction_spent(self) -> float:
+        """How far the run has come, from 0 to 1, by the budget that is nearest its end."""
+        budget = self.config.budget
+        spent = (
+            (self.ledger.updates, budget.updates),
+            (self.ledger.decoded, budget.decoded_tokens),
+            (self.ledger.returns, budget.returns),
+        )
+        return max(used / limit for used, limit in spent if limit is not None)
+
+    def finished(self) -> bool:
+        """Whether a budget is spent."""
+        return self.fraction_spent() >= 1.0
+
+    def checkpoint_due(self) -> bool:
+        # One at the very start, so that the workdir belongs to this configuration from then on.
+        return self.step % self.config.checkpoint.every == 0 or self.finished()
+
+    def evaluation_due(self) -> bool:
+        every = self.config.eval.every
+        return self.step == 0 or self.finished() or bool(every and self.step % every == 0)
+
+    # The steps of an update.
+
+    def grow(self) -> list[Tree]:
+        """The next tasks' trees; a task that could not be started has none."""
+        tasks = [next(self.tasks) for _ in range(self.config.batch.tasks)]
+        trees = self.grower.grow(
+            tasks,
+            roots=self.config.algorithm.roots,
+            rule=self.rule,
+            seed=named_seed(self.config.seed, 1, self.step),
+            temperature=self.config.rollout.temperature,
+            ledger=self.ledger,
+        )
+        return [tree for tree in trees if tree.root.actions]
+
+    def estimate(self, trees: Sequence[Tree]) -> list[estimators.Estimate]:
+        """Advantages and coefficients, with constants from earlier updates only."""
+        c = self.config.algorithm
+        settings: dict[str, Any] = {}
+        if "epsilon" in self.algorithm.settings:
+            settings["epsilon"] = c.epsilon
+        if "flow_exponent" in self.algorithm.settings:
+            settings["flow_exponent"] = c.flow_exponent
+            settings["flow_normalizer"] = self.flow_normalizer()
+        if c.shrinkage:
+            settings["shrinkage"] = self.constants.shrinkage(c.roots)
+        return [self.algorithm.estimate(tree, gamma=c.gamma, **settings) for tree in trees]
+
+    def flow_normalizer(self) -> float:
+        """1, but for flow exponents that change how much a tree counts in all."""
+        return 1.0 if self.config.algorithm.flow_exponent == 1 else self.constants.flow_normalizer
+
+    def pack(
+        self, trees: Sequence[Tree], estimates: Sequence[estimators.Estimate]
+    ) -> list[list[packing.TreeBatch]]:
+        """Minibatches of micro-batches; the coefficients hold 1 / (P C)."""
+        batch = self.config.batch
+        # P counts the tasks issued, not those that came to something.
+        prompts = batch.tasks // batch.minibatches
+        return [
+            packing.pack(
+                trees[part :: batch.minibatches],
+                estimates[part :: batch.minibatches],
+                row_length=batch.row_length,
+                rows=batch.rows,
+                scale=1.0 / (prompts * self.config.loss.normalizer),
+            )
+            for part in range(batch.minibatches)
+        ]
+
+    def score_reference(
+        self, minibatches: list[list[packing.TreeBatch]]
+    ) -> list[list[packing.TreeBatch]]:
+        """Fills in the log-probs under the reference policy, where the loss wants them."""
+        if self.reference is None:
+            return minibatches
+        return [
+            [
+                dataclasses.replace(
+                    batch,
+                    reference_logprob=np.asarray(
+                        self.learner.score(self.reference, self.learner.put(batch))
+                    ),
+                )
+                for batch in minibatch
+            ]
+            for minibatch in minibatches
+        ]
+
+    def update(
+        self, trees: Sequence[Tree], minibatches: list[list[packing.TreeBatch]]
+    ) -> dict[str, Any]:
+        """Changes the parameters and hands them to the engine."""
+        self.state, numbers = update_lib.update(
+            self.learner, self.state, minibatches, epochs=self.config.batch.epochs
+        )
+        self.ledger.updates += 1
+        for unique, flat in map(packing.token_counts, trees):
+            self.ledger.trained_unique += unique * self.config.batch.epochs
+            self.ledger.trained_flat += flat * self.config.batch.epochs
+        self.engine.set_weights(self.state.params, version=self.step)
+        self.skipped = self.skipped + 1 if numbers["diag/skipped"] else 0
+        if self.skipped >= MOST_SKIPPED:
+            update_lib.check_finite(numbers, step=self.step)
+        return numbers
+
+    def learn_constants(self, trees: Sequence[Tree], numbers: dict[str, Any]) -> None:
+        """Moves what later updates may use, after this one has used the old values."""
+        self.rule.update(trees)
+        self.constants.update(
+            numbers, length=numbers["rollout/length"], flow_normalizer=self.flow_normalizer()
+        )
+        self.grad_norms = [*self.grad_norms, numbers["diag/grad_norm"]][-GRAD_NORM_WINDOW:]
+        numbers["diag/grad_norm_var"] = float(np.var(self.grad_norms))
+        numbers["diag/threshold"] = self.rule.threshold
+
+    # Evaluation and the end.
+
+    def evaluate(self) -> dict[str, Any]:
+        """Success on the evaluation split."""
+        c = self.config.eval
+        began = time.monotonic()
+        tasks = []
+        for task in self.grower.environment.tasks(c.split, seed=self.config.seed):
+            tasks.append(task)
+            if len(tasks) == c.tasks:
+                break
+        numbers = evaluation.evaluate(
+            self.grower,
+            tasks,
+            split=c.split,
+            # The same at every step: then two evaluations differ by the policy alone.
+            seed=named_seed(self.config.seed, 2),
+            temperature=c.temperature,
+        )
+        return numbers | {"time/eval": time.monotonic() - began}
+
+    def summary(self, status: str, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The content of ``summary.json``."""
+        summary = {
+            "status": status,
+            "algorithm": self.config.algorithm.name,
+            "seed": self.config.seed,
+            "config": self.config.to_dict(),
+            "version": bpo_jax.__version__,
+            "updates": self.step,
+            "wall_seconds": self.elapsed,
+            "ledger": self.ledger.state_dict(),
+        }
+        steps = {"initial": 0, "final": self.step}
+        for record in records:
+            for when, step in steps.items():
+                if record["kind"] == "eval" and record["step"] == step:
+                    summary[f"eval/success_{when}"] = record.get("eval/success")
+                    summary[f"eval/success_{when}_count"] = record["eval/count"]
+                    summary[f"eval/success_{when}_successes"] = record["eval/successes"]
+        return summary
+
+
+def identity(config: config_dict.ConfigDict) -> dict[str, Any]:
+    """The part of a config that a checkpoint must agree with."""
+    return {
+        "seed": config.seed,
+        "algorithm": config.algorithm.to_dict(),
+        "policy": {
+            name: config.policy[name] for name in ("init", "preset", "tokenizer", "param_dtype")
+        },
+        "environment": {
+            name: config.environment[name] for name in ("factory", "data", "train_split")
+        },
+    }
+
+
+def named_seed(*names: int) -> int:
+    """A 64-bit seed of its own for every sequence of numbers."""
+    return int(np.random.SeedSequence(names).generate_state(1, np.uint64)[0])
+
+
+def tree_metrics(trees: Sequence[Tree], gamma: float) -> dict[str, float]:
+    """What the trees looked like and how their trajectories went.
+
+    ``rollout/*`` are flow-weighted, so they estimate what one trajectory of the policy would give
+    however often trees forked; ``rollout/length`` is in turns. ``tree/*`` are means over trees,
+    ``tree/masked`` the share of trajectories lost to infrastructure failures.
+    """
+    success, returned, length, depths, masked, leaves = [], [], [], [], 0, 0
+    for tree in trees:
+        solved = estimators.solve(tree, gamma)
+        ends = [i for i in np.flatnonzero(solved.leaf & solved.valid)]
+        turns = {id(path[-1]): len(path) for path in tree.paths()}
+        actions = tree.actions()
+        leaves += len(turns)
+        masked += sum(action.end == "masked" for action in actions)
+        depths.append(max(turns.values(), default=0))
+        if ends:
+            weight = solved.weight[ends]
+            won = [bool(actions[i].info.get("won", False)) for i in ends]
+            success.append(float(weight @ np.asarray(won, np.float64)))
+            length.append(float(weight @ [turns[id(actions[i])] for i in ends]))
+            returned.append(float(solved.root_value))
+    count = max(len(trees), 1)
+    return {
+        "rollout/success": _mean(success),
+        "rollout/return": _mean(returned),
+        "rollout/length": _mean(length),
+        "tree/roots": sum(len(tree.root.actions) for tree in trees) / count,
+        "tree/leaves": leaves / count,
+        "tree/forks": sum(len(tree.forks()) for tree in trees) / count,
+        "tree/depth": _mean(depths),
+        "tree/masked": masked / max(leaves, 1),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if values else float("nan")
+
+
+def _evaluation_line(step: int, numbers: dict[str, Any]) -> str:
+    return (
+        f"evaluation after update {step}: success {numbers['eval/success']:.1%} of "
+        f"{numbers['eval/count']} {numbers['eval/split']} tasks ({numbers['time/eval']:.0f}s)"
+    )
+
+
+def _update_line(run: Run, numbers: dict[str, Any], timer: Timer) -> str:
+    return (
+        f"update {run.step}: success {numbers['rollout/success']:.0%}, "
+        f"return {numbers['rollout/return']:.2f}, "
+        f"{numbers['tree/leaves'] * run.config.batch.tasks:.0f} trajectories, "
+        f"{timer.seconds['rollout']:.1f}+{timer.seconds['update']:.1f}s"
+    )

@@ -1,0 +1,94 @@
+"""The policy of a run: a decoder's parameters and the tokenizer that goes with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import TYPE_CHECKING
+
+from flax import nnx
+
+from bpo_jax.models import decoder, presets, tokenizer, weights
+
+if TYPE_CHECKING:
+    import transformers
+
+PACKAGED = pathlib.Path(__file__).parents[1] / "assets"
+DEFAULT_TOKENIZER = "package:quickstart"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Policy:
+    """A decoder split into its parts.
+
+    Attributes:
+      config: sizes and dtypes.
+      graphdef: the static half of the module.
+      params: the parameters, a plain pytree.
+      tokenizer: with a chat template.
+    """
+
+    config: decoder.DecoderConfig
+    graphdef: nnx.GraphDef
+    params: decoder.Params
+    tokenizer: transformers.PreTrainedTokenizerBase
+
+
+def folder(name: str) -> pathlib.Path:
+    """The folder of "package:<name>", which is shipped with bpo_jax, or `name` as a path."""
+    if name.startswith("package:"):
+        return PACKAGED / name.removeprefix("package:")
+    return pathlib.Path(name)
+
+
+def load(
+    *,
+    init: str,
+    preset: str,
+    tokenizer_folder: str | None,
+    context: int,
+    seed: int,
+    dtype: str = "float32",
+    param_dtype: str = "float32",
+    remat: decoder.Remat = "none",
+) -> Policy:
+    """Loads or makes a policy.
+
+    Args:
+      init: "random", "package:<name>", or a folder in Hugging Face's format.
+      preset: for "random", a name in `presets` or a folder with a ``config.json``.
+      tokenizer_folder: None for the one beside the parameters (for "random": beside the preset, or
+        the one shipped with the package).
+      context: longest branch; must be within what the model is made for.
+      seed: of random parameters.
+      dtype: of activations.
+      param_dtype: of parameters.
+      remat: what the backward pass computes again.
+
+    Raises:
+      ValueError: a context the model is not made for, or a tokenizer with more ids than the model.
+    """
+    overrides = {"dtype": dtype, "param_dtype": param_dtype, "remat": remat}
+    source = folder(preset if init == "random" else init)
+    if init == "random" and not source.is_dir():
+        config = dataclasses.replace(presets.PRESETS[preset], **overrides)
+        source = folder(DEFAULT_TOKENIZER)
+    else:
+        described = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        config = decoder.DecoderConfig.from_hf(described, **overrides)
+    if context > config.max_positions:
+        raise ValueError(
+            f"policy.context={context}: this model is made for {config.max_positions} positions"
+        )
+    if init == "random":
+        graphdef, params = decoder.init(config, seed)
+    else:
+        graphdef, _, _ = decoder.abstract(config)
+        params = weights.load(source, config)
+    words = tokenizer.load(folder(tokenizer_folder) if tokenizer_folder else source)
+    if len(words) > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(words)} ids, but the model only {config.vocab_size}"
+        )
+    return Policy(config=config, graphdef=graphdef, params=params, tokenizer=words)

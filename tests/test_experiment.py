@@ -1,0 +1,221 @@
+"""Whole runs, small enough for a test: what they leave behind, and that they survive being stopped."""
+
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from bpo_jax import config as config_lib
+from bpo_jax import experiment
+from bpo_jax.learner import checkpoint as checkpoint_lib
+from bpo_jax.report import metrics as metrics_lib
+from tests import tiny_policy
+
+CONFIG = """
+from bpo_jax import config as config_lib
+
+def get_config(arg=""):
+    config = config_lib.base()
+    config.environment.max_turns = 4
+    config.policy.preset = {policy!r}
+    config.policy.context = 384
+    config.algorithm.roots = 2
+    config.branching.forks_per_root = 1
+    config.branching.siblings = 2
+    config.branching.min_gap = 1
+    config.rollout.action_tokens = 6
+    config.rollout.slots = 8
+    config.loss.kl_weight = 0.01
+    config.batch.tasks = 2
+    config.batch.rows = 1
+    config.batch.row_length = 384
+    config.budget.updates = 3
+    config.eval.tasks = 3
+    config.eval.every = 2
+    config.checkpoint.every = 1
+    return config
+"""
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    path = folder / "task.py"
+    path.write_text(CONFIG.format(policy=str(tiny_policy.write(folder))))
+    return path
+
+
+def make_config(config_file, **changes):
+    module: dict = {}
+    exec(config_file.read_text(), module)
+    config = module["get_config"]()
+    for key, value in changes.items():
+        section, name = key.split("__")
+        config[section][name] = value
+    return config_lib.resolve(config)
+
+
+@pytest.fixture(scope="module")
+def finished(config_file, tmp_path_factory):
+    """One uninterrupted run; tests read what it left."""
+    workdir = tmp_path_factory.mktemp("finished")
+    summary = experiment.train(make_config(config_file), str(workdir))
+    return workdir, summary
+
+
+def records(workdir):
+    """The lines of metrics.jsonl without what may differ between two equal runs."""
+    return [
+        {name: value for name, value in record.items() if not name.startswith("time/")}
+        for record in metrics_lib.read(pathlib.Path(workdir) / "metrics.jsonl")
+    ]
+
+
+def test_a_run_leaves_its_numbers_and_a_summary(finished):
+    workdir, summary = finished
+    assert json.loads((workdir / "summary.json").read_text()) == json.loads(json.dumps(summary))
+    assert summary["status"] == "finished"
+    assert summary["updates"] == 3
+    assert summary["eval/success_initial_count"] == summary["eval/success_final_count"] == 3
+    assert list(workdir.glob("events.out.tfevents.*"))
+    kinds = [(record["step"], record["kind"]) for record in records(workdir)]
+    assert kinds == [
+        (0, "eval"), (1, "train"), (2, "train"), (2, "eval"), (3, "train"), (3, "eval"),
+    ]  # fmt: skip
+
+
+def test_every_update_logs_the_agreed_numbers(finished):
+    workdir, _ = finished
+    lines = [r for r in metrics_lib.read(workdir / "metrics.jsonl") if r["kind"] == "train"]
+    for line in lines:
+        for name in (
+            "loss/policy", "loss/kl", "loss/entropy", "rollout/success", "rollout/return",
+            "rollout/length", "rollout/logprob_gap", "tree/roots", "tree/leaves", "tree/forks",
+            "tree/depth", "tree/masked", "diag/grad_norm", "diag/grad_norm_var",
+            "diag/clip_fraction", "diag/approx_kl", "diag/ess", "ledger/decoded",
+            "ledger/prefilled", "ledger/cache_saved", "ledger/sandbox_steps", "ledger/forks",
+            "ledger/trained_unique", "ledger/trained_flat", "ledger/returns", "ledger/updates",
+            "time/rollout", "time/pack", "time/score", "time/update", "time/wall",
+        ):  # fmt: skip
+            assert name in line
+        assert line["tree/roots"] == 2
+        assert line["ledger/updates"] == line["step"]
+        # The learner and the sampler are two programs for one distribution.
+        assert line["rollout/logprob_gap"] < 1e-4
+        assert line["diag/skipped"] == 0
+    assert any(line["tree/forks"] > 0 for line in lines)
+    assert lines[-1]["ledger/trained_unique"] < lines[-1]["ledger/trained_flat"]
+
+
+def test_a_finished_run_started_again_only_repeats_its_summary(finished, config_file):
+    workdir, summary = finished
+    before = records(workdir)
+    again = experiment.train(make_config(config_file), str(workdir))
+    assert records(workdir) == before
+    assert again["ledger"] == summary["ledger"]
+    assert again["eval/success_final"] == summary["eval/success_final"]
+
+
+def test_another_algorithm_does_not_resume_it(finished, config_file):
+    workdir, _ = finished
+    config = make_config(config_file, algorithm__gamma=0.9)
+    with pytest.raises(checkpoint_lib.ConfigMismatch, match=r"algorithm\.gamma=0\.9"):
+        experiment.train(config, str(workdir))
+
+
+def test_an_interrupted_run_resumes_as_if_it_had_not_been(
+    finished, config_file, tmp_path, monkeypatch
+):
+    reference, _ = finished
+    grow = experiment.Run.grow
+
+    def interrupted(run):
+        trees = grow(run)
+        if run.step == 1:  # after the rollout: its tasks are drawn and its tokens are counted
+            raise KeyboardInterrupt
+        return trees
+
+    monkeypatch.setattr(experiment.Run, "grow", interrupted)
+    summary = experiment.train(make_config(config_file), str(tmp_path))
+    assert summary["status"] == "interrupted"
+    assert summary["updates"] == 1
+    monkeypatch.undo()
+    summary = experiment.train(make_config(config_file), str(tmp_path))
+    assert summary["status"] == "finished"
+    assert records(tmp_path) == records(reference)
+
+
+def test_evaluating_a_checkpoint_gives_the_numbers_of_the_run(finished, config_file):
+    workdir, summary = finished
+    numbers = experiment.evaluate(make_config(config_file), str(workdir))
+    assert numbers["step"] == 3
+    assert numbers["eval/success"] == summary["eval/success_final"]
+    written = json.loads((workdir / "eval-valid.json").read_text())
+    assert written["eval/count"] == 3
+
+
+def test_a_budget_of_tokens_ends_a_run(config_file, tmp_path):
+    config = make_config(config_file, budget__updates=None, budget__decoded_tokens=1)
+    summary = experiment.train(config, str(tmp_path))
+    assert summary["status"] == "budget"
+    assert summary["updates"] == 1
+
+
+def test_a_prompt_beyond_the_context_is_refused_before_anything_is_grown(config_file, tmp_path):
+    config = make_config(config_file, policy__context=40)
+    with pytest.raises(config_lib.ConfigError, match=r"policy\.context=40"):
+        experiment.train(config, str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["rollout", "update"])
+def test_a_killed_run_resumes_as_if_it_had_not_been(finished, config_file, tmp_path, moment):
+    reference, _ = finished
+    command = [
+        sys.executable, "-m", "bpo_jax.main", f"--config={config_file}", f"--workdir={tmp_path}"
+    ]  # fmt: skip
+    root = pathlib.Path(__file__).parent.parent
+    process = subprocess.Popen(command, cwd=root)
+    wanted = 1 if moment == "update" else 2
+    while len(metrics_lib.read(tmp_path / "metrics.jsonl")) < wanted:
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    assert records(tmp_path) == records(reference)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_with_a_checkpoint_and_exit_code_130(config_file, tmp_path):
+    command = [
+        sys.executable, "-m", "bpo_jax.main", f"--config={config_file}", f"--workdir={tmp_path}",
+        "--config.budget.updates=100000",
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        command, cwd=pathlib.Path(__file__).parent.parent, stderr=subprocess.PIPE, text=True
+    )
+    while len(metrics_lib.read(tmp_path / "metrics.jsonl")) < 3:
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=300)
+    assert process.returncode == 130
+    assert "Traceback" not in error
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    kept = checkpoint_lib.Checkpoints(tmp_path / "checkpoints").steps()
+    assert kept[-1] == summary["updates"]
+
+
+def test_seeds_have_names_of_their_own():
+    seeds = {experiment.named_seed(*names) for names in [(0, 1, 0), (0, 1, 1), (0, 2), (1, 1, 0)]}
+    assert len(seeds) == 4
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert np.unique([experiment.named_seed(0, 1, 5), experiment.named_seed(0, 1, 5)]).size == 1
