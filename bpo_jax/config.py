@@ -131,6 +131,19 @@ def base() -> config_dict.ConfigDict:
     evaluation.every = 0  # updates between evaluations; 0: at the start and at the end only
     evaluation.temperature = 0.4  # 0: greedy
 
+    config.warmstart = warmstart = config_dict.ConfigDict()
+    # File of chats to clone, one {"messages": [...]} a line; None: the environment's expert.
+    warmstart.data = optional(str)
+    warmstart.updates = 6000  # optimiser updates
+    warmstart.rows = 4  # rows of a batch
+    warmstart.row_length = 512  # tokens of a row; longer demonstrations are left out
+    warmstart.learning_rate = 4e-3  # the peak; AdamW, cosine down to a twentieth
+    warmstart.warmup = 50  # updates
+    warmstart.observation_weight = 0.3  # of tokens the policy only reads, beside 1 for actions
+    warmstart.vocab_size = 1024  # most ids of a tokenizer made for a random policy without one
+    warmstart.tokenizer_chats = 3000  # demonstrations that tokenizer is made from
+    warmstart.checkpoint_every = 500  # updates
+
     config.checkpoint = checkpoint = config_dict.ConfigDict()
     checkpoint.every = 10  # updates; one is always written at the end and on Ctrl-C
     checkpoint.keep = 2  # the newest
@@ -306,7 +319,9 @@ def make_environment(config: config_dict.ConfigDict) -> Any:
 
 
 def _policy(config: config_dict.ConfigDict) -> None:
-    init = config.policy.init
+    init, tokenizer = config.policy.init, config.policy.tokenizer
+    if tokenizer is not None and not pathlib.Path(tokenizer).is_dir():
+        _fail(config, "policy.tokenizer", "no such folder")
     if init == "random":
         return
     if init.startswith("package:"):
@@ -322,9 +337,6 @@ def _policy(config: config_dict.ConfigDict) -> None:
             config, "policy.init",
             "expected random, package:<name>, or a folder with config.json and *.safetensors",
         )  # fmt: skip
-    tokenizer = config.policy.tokenizer
-    if tokenizer is not None and not pathlib.Path(tokenizer).is_dir():
-        _fail(config, "policy.tokenizer", "no such folder")
 
 
 def package_folder(init: str) -> pathlib.Path:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from ml_collections import config_dict
 
@@ -170,18 +169,10 @@ class Run:
         self.algorithm = estimators.ALGORITHMS[config.algorithm.name]
         environment = config_lib.make_environment(config)
         try:
-            policy = policy_lib.load(
-                init=config.policy.init,
-                preset=config.policy.preset,
-                tokenizer_folder=config.policy.tokenizer,
-                context=config.policy.context,
-                seed=config.seed,
-                dtype=config.policy.dtype,
-                param_dtype=config.policy.param_dtype,
-                remat=config.policy.remat,
-            )
-        except ValueError as error:
-            raise config_lib.ConfigError(f"policy: {error}") from error
+            policy = policy_lib.load(seed=config.seed, **config.policy.to_dict())
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise config_lib.ConfigError(f"policy.init={config.policy.init!r}: {reason}") from error
         self.learner = update_lib.make(
             policy.config,
             loss=loss_lib.LossSettings(
@@ -226,6 +217,7 @@ class Run:
                 invalid_penalty=config.rollout.invalid_penalty,
             ),
         )
+        self._check_prompt(dialogue)
         self.tasks = environment.tasks(config.environment.train_split, seed=config.seed)
         branching = config.branching.to_dict()
         if branching["placement"] == "entropy":
@@ -240,6 +232,20 @@ class Run:
             pathlib.Path(workdir) / "checkpoints", keep=config.checkpoint.keep
         )
         self.commit()
+
+    def _check_prompt(self, dialogue: Dialogue) -> None:
+        """Looks at the first task, so that a context that is too small is refused at once."""
+        environment = self.grower.environment
+        task = next(environment.tasks(self.config.environment.train_split, seed=self.config.seed))
+        sandbox = environment.start(task)
+        length = len(dialogue.prompt_ids(environment.prompt(task, sandbox.reset().observation)))
+        sandbox.close()
+        if length + self.config.rollout.action_tokens > self.config.policy.context:
+            raise config_lib.ConfigError(
+                f"policy.context={self.config.policy.context}: the first task's prompt is {length} "
+                f"tokens long, and rollout.action_tokens={self.config.rollout.action_tokens} must "
+                "fit beside it"
+            )
 
     # The state.
 

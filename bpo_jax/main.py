@@ -146,7 +146,7 @@ def main(argv: Sequence[str]) -> int:
         workdir = values["workdir"].value
         if not workdir:
             raise config_lib.ConfigError("--workdir is missing; e.g. --workdir=/tmp/quickstart")
-        mode = values["mode"].value
+        mode = str(values["mode"].value)
         config = config_lib.resolve(values["config"].value, mode=mode)
         _make_workdir(workdir)
         return run(config, workdir, mode)

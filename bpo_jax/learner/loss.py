@@ -35,11 +35,20 @@ SUMS = (
 class LossTokens(Protocol):
     """The fields of a `bpo_jax.packing.TreeBatch` the loss reads, all [B, T] float32."""
 
-    loss_mask: Any
-    advantage: Any
-    coefficient: Any
-    behaviour_logprob: Any
-    reference_logprob: Any
+    @property
+    def loss_mask(self) -> Any: ...
+
+    @property
+    def advantage(self) -> Any: ...
+
+    @property
+    def coefficient(self) -> Any: ...
+
+    @property
+    def behaviour_logprob(self) -> Any: ...
+
+    @property
+    def reference_logprob(self) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

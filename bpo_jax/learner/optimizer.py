@@ -43,7 +43,7 @@ def learning_rate(settings: OptimizerSettings) -> optax.Schedule:
     """The learning rate of update ``count`` = 0, 1, ..."""
 
     def schedule(count: Any) -> Any:
-        rate = settings.learning_rate
+        rate: Any = settings.learning_rate
         if settings.schedule == "cosine":
             span = max(settings.total - settings.warmup, 1)
             done = jnp.clip((count - settings.warmup) / span, 0.0, 1.0)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from bpo_jax.learner import loss as loss_lib
 from bpo_jax.learner import mesh as mesh_lib
@@ -91,6 +91,30 @@ def token_scores(
         chunk=chunk,
     )
     return logprob_n.reshape(parent_bt.shape), entropy_n.reshape(parent_bt.shape)
+
+
+def over_rows(fn: Callable[[Params, TreeBatch], Any], mesh: Mesh) -> Callable[..., Any]:
+    """Runs `fn` on every device's own rows, where the mesh does nothing but replicate the model.
+
+    The compiler would otherwise gather all rows for the loop over live attention blocks, whose
+    bounds depend on the data.
+
+    Args:
+      fn: (params, micro-batch) -> pytree of sums over rows.
+      mesh: where other axes than ``data`` have a size, `fn` is returned as it is.
+
+    Returns:
+      The same function with its sums taken over all devices.
+    """
+    if mesh.shape["data"] == 1 or mesh.size != mesh.shape["data"]:
+        return fn
+    return jax.shard_map(
+        lambda params, batch: jax.lax.psum(fn(params, batch), "data"),
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec("data")),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
 
 
 def make(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 from typing import TYPE_CHECKING
 
 from flax import nnx
 
-from bpo_jax.models import decoder, presets, tokenizer, weights
+from bpo_jax.models import decoder, presets, weights
+from bpo_jax.models import tokenizer as tokenizer_lib
 
 if TYPE_CHECKING:
     import transformers
@@ -46,7 +46,7 @@ def load(
     *,
     init: str,
     preset: str,
-    tokenizer_folder: str | None,
+    tokenizer: str | None,
     context: int,
     seed: int,
     dtype: str = "float32",
@@ -58,7 +58,7 @@ def load(
     Args:
       init: "random", "package:<name>", or a folder in Hugging Face's format.
       preset: for "random", a name in `presets` or a folder with a ``config.json``.
-      tokenizer_folder: None for the one beside the parameters (for "random": beside the preset, or
+      tokenizer: folder; None for the one beside the parameters (for "random": beside the preset, or
         the one shipped with the package).
       context: longest branch; must be within what the model is made for.
       seed: of random parameters.
@@ -69,14 +69,13 @@ def load(
     Raises:
       ValueError: a context the model is not made for, or a tokenizer with more ids than the model.
     """
-    overrides = {"dtype": dtype, "param_dtype": param_dtype, "remat": remat}
     source = folder(preset if init == "random" else init)
     if init == "random" and not source.is_dir():
-        config = dataclasses.replace(presets.PRESETS[preset], **overrides)
+        config = presets.preset(preset)
         source = folder(DEFAULT_TOKENIZER)
     else:
-        described = json.loads((source / "config.json").read_text(encoding="utf-8"))
-        config = decoder.DecoderConfig.from_hf(described, **overrides)
+        config = weights.read_config(source)
+    config = dataclasses.replace(config, dtype=dtype, param_dtype=param_dtype, remat=remat)
     if context > config.max_positions:
         raise ValueError(
             f"policy.context={context}: this model is made for {config.max_positions} positions"
@@ -85,8 +84,8 @@ def load(
         graphdef, params = decoder.init(config, seed)
     else:
         graphdef, _, _ = decoder.abstract(config)
-        params = weights.load(source, config)
-    words = tokenizer.load(folder(tokenizer_folder) if tokenizer_folder else source)
+        _, params = weights.load(source, config)
+    words = tokenizer_lib.load(folder(tokenizer) if tokenizer else source)
     if len(words) > config.vocab_size:
         raise ValueError(
             f"the tokenizer has {len(words)} ids, but the model only {config.vocab_size}"

@@ -188,7 +188,7 @@ def test_a_gradient_that_is_not_finite_leaves_everything_as_it_was():
     state, metrics = update_lib.update(learner, state, [[broken]])
     assert metrics["diag/skipped"] == 1
     assert_close(state, before, rtol=0.0)
-    with pytest.raises(update_lib.NonFiniteGradients, match="update 7: .* skipped"):
+    with pytest.raises(update_lib.NonFiniteGradients, match=r"update 7: .* skipped"):
         update_lib.check_finite(metrics, step=7)
     # The same state trains on.
     state, metrics = update_lib.update(learner, state, [[batch]])
