@@ -39,6 +39,8 @@ def base() -> config_dict.ConfigDict:
     optional = config_dict.placeholder
     config = config_dict.ConfigDict()
     config.seed = 0  # everything random derives from it
+    # Devices a CPU counts as. XLA runs small operations on one core: two devices use two cores.
+    config.cpu_devices = 1
 
     config.environment = environment = config_dict.ConfigDict()
     # "package.module:function" that makes the environment (see bpo_jax.sandbox.api.Environment).
@@ -57,7 +59,7 @@ def base() -> config_dict.ConfigDict:
     # Where the parameters come from: "random", "package:<name>" (shipped with bpo_jax), or a folder
     # in Hugging Face's format.
     policy.init = "random"
-    # Sizes, where init = "random": a name in bpo_jax/models/presets.py or a folder with config.json.
+    # Sizes of a random policy: a name in bpo_jax/models/presets.py, or a folder with config.json.
     policy.preset = "tiny"
     policy.tokenizer = optional(str)  # folder; None: the one that lies with the parameters
     policy.context = 768  # longest branch in tokens, prompt included
@@ -220,7 +222,7 @@ def _algorithm(config: config_dict.ConfigDict) -> estimators.Algorithm:
 
 
 _AT_LEAST: dict[str, float] = {
-    "seed": 0, "environment.max_turns": 1, "policy.context": 2, "algorithm.roots": 1,
+    "seed": 0, "cpu_devices": 1, "environment.max_turns": 1, "policy.context": 2, "algorithm.roots": 1,
     "branching.forks_per_root": 0, "branching.forks_per_tree": 0, "branching.siblings": 1,
     "branching.min_gap": 1, "branching.initial_threshold": 0,
     "rollout.action_tokens": 1, "rollout.slots": 1, "rollout.retries": 0,
@@ -230,10 +232,13 @@ _AT_LEAST: dict[str, float] = {
     "batch.minibatches": 1, "batch.epochs": 1, "budget.updates": 1, "budget.decoded_tokens": 1,
     "budget.returns": 1, "eval.tasks": 0, "eval.every": 0, "eval.temperature": 0,
     "checkpoint.every": 1, "checkpoint.keep": 1,
+    "warmstart.updates": 1, "warmstart.rows": 1, "warmstart.row_length": 128, "warmstart.warmup": 0,
+    "warmstart.observation_weight": 0, "warmstart.vocab_size": 260,
+    "warmstart.tokenizer_chats": 1, "warmstart.checkpoint_every": 1,
 }  # fmt: skip
 _POSITIVE = (
     "loss.clip_low", "loss.clip_high", "loss.normalizer", "optimizer.learning_rate",
-    "optimizer.eps", "algorithm.epsilon",
+    "optimizer.eps", "algorithm.epsilon", "warmstart.learning_rate",
 )  # fmt: skip
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "algorithm.gamma": (lambda x: 0 < x <= 1, "in (0, 1]"),

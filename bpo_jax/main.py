@@ -115,6 +115,9 @@ def _illegal_value(message: str) -> str:
 
 def run(config: config_dict.ConfigDict, workdir: str, mode: str) -> int:
     """Runs one mode; imports JAX, so everything that can be refused was refused before."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", config.cpu_devices)
     if mode == "warmstart":
         from bpo_jax import warmstart
 

@@ -94,6 +94,10 @@ class Dialogue:
         forced = [] if stopped else [np.array([self.stop_id], np.int32)]
         return np.concatenate([*forced, *parts])
 
+    def turn_ids(self, text: str) -> np.ndarray:
+        """int32 ids of a turn that somebody else wrote, its stop token included."""
+        return np.append(self._encode(text, plain=True), np.int32(self.stop_id))
+
     def text(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """The text of a sampled turn, without its stop token."""
         ids = [int(i) for i in token_ids]

@@ -132,6 +132,10 @@ class Environment(Protocol):
         """The action in a sampled turn."""
         ...
 
+    def turn(self, command: str) -> str:
+        """A turn that `parse` reads as the command; what a policy is cloned from."""
+        ...
+
     def expert(self, task: Task, seed: int) -> Demonstrator | None:
         """A demonstrator for the task, or None where there is none."""
         ...

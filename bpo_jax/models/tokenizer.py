@@ -1,0 +1,82 @@
+"""Byte-level BPE tokenizers: trained for small policies, loaded for all of them.
+
+A trained tokenizer is an ordinary Hugging Face fast tokenizer with its own chat template, so small
+policies and real models go through the same code. The template spends one marker on a user message
+and one on the policy's turn, which ends with the stop token.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Iterable
+
+# Only tokenizers are used here; the library's advice to install PyTorch would mislead.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+import tokenizers
+import transformers
+
+PAD = "<|endoftext|>"
+STOP = "<|im_end|>"
+USER = "<|user|>"
+ASSISTANT = "<|assistant|>"
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'assistant' -%}"
+    f"{ASSISTANT}{{{{ message['content'] }}}}{STOP}"
+    "{%- else -%}"
+    f"{USER}{{{{ message['content'] }}}}"
+    "{%- endif -%}"
+    "{%- endfor -%}"
+    f"{{%- if add_generation_prompt -%}}{ASSISTANT}{{%- endif -%}}"
+)
+
+
+def train(texts: Iterable[str], vocab_size: int) -> transformers.PreTrainedTokenizerFast:
+    """Trains a byte-level BPE on `texts`.
+
+    Any text round-trips: what was never seen falls back to bytes. A number and the space before it
+    are one word, so that " drawer 3" is two tokens.
+
+    Args:
+      texts: the text to learn merges from, as the policy will read it.
+      vocab_size: number of ids, the four special tokens and 256 bytes included.
+
+    Returns:
+      A fast tokenizer with `CHAT_TEMPLATE`; ``eos_token`` is the stop token.
+    """
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, STOP, USER, ASSISTANT],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token=PAD,
+        eos_token=STOP,
+        additional_special_tokens=[USER, ASSISTANT],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load(path: str | pathlib.Path) -> transformers.PreTrainedTokenizerBase:
+    """Loads a fast tokenizer from a folder or a hub id.
+
+    Raises:
+      ValueError: the tokenizer has no chat template, without which an agent cannot hold a dialogue.
+    """
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(path), use_fast=True)
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"tokenizer {path}: no chat template; use an instruct model's tokenizer, or put a "
+            "chat_template into its tokenizer_config.json"
+        )
+    return tokenizer

@@ -1,0 +1,370 @@
+"""Warm start: clone an expert, or chats from a file, into a policy that reinforcement can improve.
+
+Demonstrations become trees of one branch with exactly the token ids a rollout would have, so that
+what is cloned is what will be sampled. The result is a folder in Hugging Face's format:
+``WORKDIR/policy`` with ``config.json``, ``model.safetensors``, the tokenizer and
+``provenance.json``, which says how it was made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import pathlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from ml_collections import config_dict
+
+import bpo_jax
+from bpo_jax import config as config_lib
+from bpo_jax import packing
+from bpo_jax.interrupt import Interrupt
+from bpo_jax.learner import checkpoint as checkpoint_lib
+from bpo_jax.learner import mesh as mesh_lib
+from bpo_jax.learner import optimizer as optimizer_lib
+from bpo_jax.learner import update as update_lib
+from bpo_jax.models import decoder, policy, presets, tokenizer, weights
+from bpo_jax.report import console
+from bpo_jax.report import metrics as metrics_lib
+from bpo_jax.rollout.dialogue import Dialogue
+from bpo_jax.sandbox.api import Environment, Message
+from bpo_jax.tree import Action, Decision, Tree
+
+CHUNK = 256
+"""Demonstrations packed together: enough that rows are nearly full."""
+DEMONSTRATION_STREAM = 7
+"""Keeps the tasks that are demonstrated apart from those a run with the same seed trains on."""
+LOG_EVERY = 50
+
+Chat = Sequence[Message]
+
+
+def run(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
+    """Clones demonstrations into ``WORKDIR/policy``; resumes from ``WORKDIR/checkpoints``.
+
+    Args:
+      config: resolved; ``config.warmstart`` says how much and how fast.
+      workdir: an existing folder.
+
+    Returns:
+      What stands in ``summary.json``.
+
+    Raises:
+      ConfigError: the chats cannot be read, or none of them fits a row.
+    """
+    began = time.monotonic()
+    settings = config.warmstart
+    make_chats = _chat_source(config)
+    start = _starting_policy(config, make_chats)
+    dialogue = Dialogue(start.tokenizer)
+    trainer = _Trainer(config, start)
+    state = trainer.start(start.params)
+    checkpoints = checkpoint_lib.Checkpoints(
+        pathlib.Path(workdir) / "checkpoints", keep=config.checkpoint.keep
+    )
+    identity = {"warmstart": settings.to_dict(), "policy": config.policy.to_dict()}
+    identity |= {"environment": config.environment.to_dict(), "seed": config.seed}
+    found = checkpoints.restore(state, config=identity)
+    done, tokens = 0, 0
+    if found is not None:
+        done, state, record = found
+        tokens = record["tokens"]
+    metrics = metrics_lib.MetricsWriter(workdir, step=done, tensorboard=config.log.tensorboard)
+    progress = console.Progress("warmstart", start=done / settings.updates)
+    batches = _batches(make_chats, dialogue, config)
+    sums: list[Any] = []
+    status = "interrupted"
+    try:
+        with Interrupt():
+            for step, batch in enumerate(itertools.islice(batches, done, settings.updates), done + 1):
+                state, numbers = trainer.step(state, trainer.put(batch))
+                sums.append(numbers)
+                done, tokens = step, tokens + int((batch.tree_id >= 0).sum())
+                if step % LOG_EVERY == 0 or step == settings.updates:
+                    means = _means(sums)
+                    sums.clear()
+                    metrics.write("train", step, means | {"tokens": tokens})
+                    text = f"token probability {means["probability"]:.1%} loss {means['loss']:.3f}"
+                    progress.show(step / settings.updates, text)
+                if step % settings.checkpoint_every == 0:
+                    checkpoints.save(step, state, {"config": identity, "tokens": tokens})
+        status = "finished"
+    except KeyboardInterrupt:
+        checkpoints.save(done, state, {"config": identity, "tokens": tokens})
+        progress.say(f"interrupted after update {done}; the same command goes on from there")
+    finally:
+        progress.clear()
+        metrics.close()
+    folder = pathlib.Path(workdir) / "policy"
+    summary = {
+        "status": status,
+        "seed": config.seed,
+        "updates": done,
+        "tokens": tokens,
+        "wall_seconds": time.monotonic() - began,
+        "version": bpo_jax.__version__,
+        "policy": str(folder),
+        "config": config.to_dict(),
+    }
+    if status == "finished":
+        _export(folder, start, state.params, config, done, tokens)
+        progress.say(f"policy: {folder}\nevaluate it: --mode=eval --config.policy.init={folder}")
+    metrics_lib.write_json(pathlib.Path(workdir) / metrics_lib.SUMMARY, summary)
+    return summary
+
+
+# Demonstrations.
+
+
+def play(environment: Environment, task: Any, seed: int) -> list[Message]:
+    """The expert's play of one task as a chat."""
+    expert = environment.expert(task, seed)
+    if expert is None:
+        raise config_lib.ConfigError(
+            "environment: it has no expert to clone; give chats with --config.warmstart.data=FILE"
+        )
+    sandbox = environment.start(task)
+    try:
+        result = sandbox.reset()
+        chat = list(environment.prompt(task, result.observation))
+        while not (result.done or result.truncated):
+            command = expert.act(result.observation)
+            chat.append({"role": "assistant", "content": environment.turn(command)})
+            result = sandbox.step(command)
+            chat.append({"role": "user", "content": result.observation})
+    finally:
+        sandbox.close()
+    return chat[:-1]  # nobody reads what follows the last action
+
+
+def read_chats(path: str) -> list[list[Message]]:
+    """Chats from a file with one ``{"messages": [{"role", "content"}, ...]}`` a line.
+
+    A chat opens with messages of the system or the user; from the first of the assistant on,
+    assistant and user take turns. What follows the assistant's last message is left out.
+
+    Raises:
+      ConfigError: names the first line that is none.
+    """
+    chats = []
+    try:
+        lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise config_lib.ConfigError(f"warmstart.data={path}: cannot be read ({error})") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"warmstart.data={path}, line {number}"
+        try:
+            messages = json.loads(line)["messages"]
+            chat = [{"role": str(m["role"]), "content": str(m["content"])} for m in messages]
+        except (ValueError, KeyError, TypeError) as error:
+            raise config_lib.ConfigError(
+                f'{where}: expected {{"messages": [{{"role": ..., "content": ...}}, ...]}} '
+                f"({type(error).__name__}: {error})"
+            ) from error
+        while chat and chat[-1]["role"] != "assistant":
+            chat.pop()
+        opening = list(itertools.takewhile(lambda m: m["role"] != "assistant", chat))
+        turns = chat[len(opening) :]
+        roles = ["assistant" if i % 2 == 0 else "user" for i in range(len(turns))]
+        if not opening or not turns or [m["role"] for m in turns] != roles:
+            raise config_lib.ConfigError(
+                f"{where}: expected an opening by system or user, then assistant and user in turn"
+            )
+        chats.append(chat)
+    if not chats:
+        raise config_lib.ConfigError(f"warmstart.data={path}: holds no chat")
+    return chats
+
+
+def chat_tree(chat: Chat, dialogue: Dialogue) -> Tree:
+    """A chat as a tree of one branch, with the token ids a rollout of it would have."""
+    opening = list(itertools.takewhile(lambda m: m["role"] != "assistant", chat))
+    decision = root = Decision(context_ids=dialogue.prompt_ids(opening))
+    turns = chat[len(opening) :]
+    for reply, answer in itertools.zip_longest(turns[::2], turns[1::2]):
+        ids = dialogue.turn_ids(reply["content"])
+        zeros = np.zeros(len(ids), np.float32)
+        action = Action(token_ids=ids, logprobs=zeros, entropies=zeros, text=reply["content"])
+        decision.actions.append(action)
+        if answer is None:
+            action.end = "done"
+        else:
+            decision = Decision(
+                context_ids=dialogue.observation_ids(answer["content"], stopped=True)
+            )
+            action.next = decision
+    return Tree(task_id="demonstration", root=root)
+
+
+def _chat_source(config: config_dict.ConfigDict) -> Any:
+    """A function that starts the endless, seeded stream of chats from its beginning."""
+    if config.warmstart.data is not None:
+        chats = read_chats(config.warmstart.data)
+
+        def from_file() -> Iterator[Chat]:
+            rng = np.random.default_rng([config.seed, DEMONSTRATION_STREAM])
+            while True:
+                yield from (chats[i] for i in rng.permutation(len(chats)))
+
+        return from_file
+    environment = config_lib.make_environment(config)
+
+    def from_expert() -> Iterator[Chat]:
+        stream = int(np.random.SeedSequence([config.seed, DEMONSTRATION_STREAM]).generate_state(1)[0])
+        tasks = environment.tasks(config.environment.train_split, seed=stream)
+        for index, task in enumerate(tasks):
+            yield play(environment, task, seed=stream + index)
+
+    return from_expert
+
+
+# Training.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Start:
+    config: decoder.DecoderConfig
+    params: Any
+    tokenizer: Any
+
+
+def _starting_policy(config: config_dict.ConfigDict, make_chats: Any) -> _Start:
+    """The policy to begin with; a random one without a tokenizer gets one made for the chats."""
+    c = config.policy
+    if c.init != "random" or c.tokenizer is not None:
+        try:
+            loaded = policy.load(seed=config.seed, **c.to_dict())
+        except (ValueError, OSError) as error:
+            raise config_lib.ConfigError(f"policy: {error}") from error
+        return _Start(loaded.config, loaded.params, loaded.tokenizer)
+    sample = itertools.islice(make_chats(), config.warmstart.tokenizer_chats)
+    texts = [message["content"] for chat in sample for message in chat]
+    words = tokenizer.train(texts, config.warmstart.vocab_size)
+    size = -(-len(words) // 128) * 128
+    model = dataclasses.replace(presets.PRESETS[c.preset], vocab_size=size)
+    return _Start(model, decoder.init(model, config.seed)[1], words)
+
+
+class _Trainer:
+    """The jitted step; rows are spread over the mesh, the policy is a copy on each device."""
+
+    def __init__(self, config: config_dict.ConfigDict, start: _Start):
+        settings = config.warmstart
+        mesh = mesh_lib.make_mesh(**config.mesh.to_dict())
+        graphdef, _, _ = decoder.abstract(start.config)
+        transform = optimizer_lib.make(
+            optimizer_lib.OptimizerSettings(
+                learning_rate=settings.learning_rate,
+                warmup=settings.warmup,
+                schedule="cosine",
+                total=settings.updates,
+                final_fraction=0.05,
+                b2=0.99,
+                weight_decay=0.01,
+            )
+        )
+        rows = mesh_lib.batch_sharding(mesh)
+        whole = mesh_lib.replicated(mesh)
+
+        def objective(params: Any, batch: packing.TreeBatch) -> Any:
+            logprob_bt, _ = update_lib.token_scores(
+                graphdef, params, batch, temperature=1.0, chunk=config.loss.chunk
+            )
+            action_bt = batch.loss_mask
+            context_bt = (batch.parent >= 0) & (batch.action_id < 0)
+            weight_bt = action_bt + settings.observation_weight * context_bt
+            loss = -(logprob_bt * weight_bt).sum()
+            return loss, (weight_bt.sum(), -(logprob_bt * action_bt).sum(), action_bt.sum())
+
+        def step(state: update_lib.LearnerState, batch: packing.TreeBatch) -> Any:
+            gradient = update_lib.over_rows(jax.value_and_grad(objective, has_aux=True), mesh)
+            (loss, (weight, action_loss, actions)), grads = gradient(state.params, batch)
+            grads = jax.tree.map(lambda g: g / weight, grads)
+            updates, opt_state = transform.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            new = update_lib.LearnerState(params=params, opt_state=opt_state, step=state.step + 1)
+            return new, jnp.stack([loss, weight, action_loss, actions])
+
+        def start_state(params: Any) -> update_lib.LearnerState:
+            return update_lib.LearnerState(
+                params=jax.tree.map(jnp.copy, params),
+                opt_state=transform.init(params),
+                step=jnp.zeros((), jnp.int32),
+            )
+
+        self.start = jax.jit(start_state, out_shardings=whole)
+        self.step = jax.jit(
+            step, in_shardings=(whole, rows), out_shardings=(whole, whole), donate_argnums=0
+        )
+        self.put = lambda batch: jax.device_put(batch, rows)
+
+
+def _batches(
+    make_chats: Any, dialogue: Dialogue, config: config_dict.ConfigDict
+) -> Iterator[packing.TreeBatch]:
+    """The endless, seeded stream of micro-batches; the n-th is the same in every run."""
+    settings = config.warmstart
+    rng = np.random.default_rng([config.seed, DEMONSTRATION_STREAM, 1])
+    chats = make_chats()
+    while True:
+        trees = [chat_tree(chat, dialogue) for chat in itertools.islice(chats, CHUNK)]
+        trees = [tree for tree in trees if _length(tree) <= settings.row_length]
+        if not trees:
+            raise config_lib.ConfigError(
+                f"warmstart.row_length={settings.row_length}: not one demonstration of {CHUNK} "
+                "fits a row; make rows longer"
+            )
+        ones = [np.ones(len(tree.actions())) for tree in trees]
+        batches = packing.pack(
+            trees,
+            [packing.Weights(advantage=one, coefficient=one) for one in ones],
+            rows=settings.rows,
+            row_length=settings.row_length,
+        )
+        # Packing goes by length; the order of updates must not.
+        yield from (batches[i] for i in rng.permutation(len(batches)))
+
+
+def _length(tree: Tree) -> int:
+    contexts = sum(len(d.context_ids) for d in tree.decisions())
+    return contexts + sum(len(a.token_ids) for a in tree.actions())
+
+
+def _means(sums: list[Any]) -> dict[str, float]:
+    loss, weight, action_loss, actions = np.sum(jax.device_get(sums), axis=0)
+    return {
+        "loss": float(loss / weight),
+        "loss/action": float(action_loss / actions),
+        "probability": float(np.exp(-action_loss / actions)),
+    }
+
+
+def _export(
+    folder: pathlib.Path,
+    start: _Start,
+    params: Any,
+    config: config_dict.ConfigDict,
+    updates: int,
+    tokens: int,
+) -> None:
+    weights.save(folder, start.config, jax.device_get(params), dtype="bfloat16")
+    start.tokenizer.save_pretrained(folder)
+    provenance = {
+        "made_by": "python -m bpo_jax.main --mode=warmstart",
+        "version": bpo_jax.__version__,
+        "seed": config.seed,
+        "updates": updates,
+        "tokens": tokens,
+        "environment": config.environment.to_dict(),
+        "warmstart": config.warmstart.to_dict(),
+    }
+    (folder / "provenance.json").write_text(json.dumps(provenance, indent=2), encoding="utf-8")
