@@ -130,6 +130,8 @@ def base() -> config_dict.ConfigDict:
     config.eval = evaluation = config_dict.ConfigDict()
     evaluation.split = "valid"  # finite, in a fixed order
     evaluation.tasks = 200  # the first so many of the split; 0: all
+    # In --mode=eval: the checkpoint of this update; None: the newest, or the initial policy.
+    evaluation.step = optional(int)
     evaluation.every = 0  # updates between evaluations; 0: at the start and at the end only
     evaluation.temperature = 0.4  # 0: greedy
 
@@ -222,15 +224,15 @@ def _algorithm(config: config_dict.ConfigDict) -> estimators.Algorithm:
 
 
 _AT_LEAST: dict[str, float] = {
-    "seed": 0, "cpu_devices": 1, "environment.max_turns": 1, "policy.context": 2, "algorithm.roots": 1,
-    "branching.forks_per_root": 0, "branching.forks_per_tree": 0, "branching.siblings": 1,
+    "seed": 0, "cpu_devices": 1, "environment.max_turns": 1, "policy.context": 2,
+    "algorithm.roots": 1, "branching.forks_per_root": 0, "branching.forks_per_tree": 0, "branching.siblings": 1,
     "branching.min_gap": 1, "branching.initial_threshold": 0,
     "rollout.action_tokens": 1, "rollout.slots": 1, "rollout.retries": 0,
     "rollout.invalid_penalty": 0, "loss.kl_weight": 0,
     "loss.entropy_weight": 0, "loss.chunk": 1, "optimizer.warmup": 0, "optimizer.weight_decay": 0,
     "optimizer.max_grad_norm": 0, "batch.tasks": 1, "batch.rows": 1, "batch.row_length": 128,
     "batch.minibatches": 1, "batch.epochs": 1, "budget.updates": 1, "budget.decoded_tokens": 1,
-    "budget.returns": 1, "eval.tasks": 0, "eval.every": 0, "eval.temperature": 0,
+    "budget.returns": 1, "eval.tasks": 0, "eval.every": 0, "eval.step": 0, "eval.temperature": 0,
     "checkpoint.every": 1, "checkpoint.keep": 1,
     "warmstart.updates": 1, "warmstart.rows": 1, "warmstart.row_length": 128, "warmstart.warmup": 0,
     "warmstart.observation_weight": 0, "warmstart.vocab_size": 260,

@@ -124,12 +124,13 @@ def train(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
 
 
 def evaluate(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
-    """Evaluates the newest checkpoint in `workdir`, or the initial policy, and prints the result.
+    """Evaluates a checkpoint in `workdir`, or the initial policy, and prints the result.
 
-    The result is also written to ``eval-<split>.json``.
+    The environment may be another than the one trained on, the policy may not. The result is also
+    written to ``eval-<split>.json``.
     """
     run = Run(config, workdir)
-    run.resume()
+    run.load_policy(config.eval.step)
     numbers = run.evaluate() | {"step": run.step}
     path = pathlib.Path(workdir) / f"eval-{config.eval.split}.json"
     metrics_lib.write_json(path, numbers)
@@ -296,6 +297,15 @@ class Run:
         self.load_record(record)
         self.commit()
         self.engine.set_weights(self.state.params, version=self.step)
+
+    def load_policy(self, step: int | None) -> None:
+        """Restores the parameters alone, of the newest checkpoint where `step` is None."""
+        policy = {"policy": identity(self.config)["policy"]}
+        found = self.checkpoints.restore(self.state, config=policy, step=step)
+        if found is not None:
+            _, self.state, record = found
+            self.ledger.load_state_dict(record["ledger"])
+            self.engine.set_weights(self.state.params, version=self.step)
 
     def save(self) -> None:
         """Writes a checkpoint of the last committed state."""

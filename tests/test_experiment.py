@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 
@@ -41,6 +42,25 @@ def get_config(arg=""):
     config.checkpoint.every = 1
     return config
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compilation_cache(tmp_path_factory):
+    """Most of a tiny run is compiling, and all of these runs compile the same programs."""
+    folder = str(tmp_path_factory.mktemp("xla"))
+    settings = {
+        "jax_compilation_cache_dir": folder,
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+            patch.setenv(name.upper(), str(value))  # for the runs in processes of their own
+        yield
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +178,17 @@ def test_evaluating_a_checkpoint_gives_the_numbers_of_the_run(finished, config_f
     assert numbers["eval/success"] == summary["eval/success_final"]
     written = json.loads((workdir / "eval-valid.json").read_text())
     assert written["eval/count"] == 3
+
+
+def test_an_earlier_checkpoint_can_be_evaluated_with_other_settings(finished, config_file):
+    workdir, _ = finished
+    config = make_config(
+        config_file, eval__step=2, eval__split="test", optimizer__weight_decay=0.1,
+        environment__max_turns=3,
+    )  # fmt: skip
+    numbers = experiment.evaluate(config, str(workdir))
+    assert numbers["step"] == 2
+    assert numbers["eval/split"] == "test"
 
 
 def test_a_budget_of_tokens_ends_a_run(config_file, tmp_path):

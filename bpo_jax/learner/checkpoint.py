@@ -51,6 +51,7 @@ class Checkpoints:
                 max_to_keep=keep, enable_async_checkpointing=False
             ),
         )
+        self._unreadable: set[int] = set()
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
@@ -67,6 +68,11 @@ class Checkpoints:
         Raises:
           CheckpointError: it could not be written (a full disk, say); the one before is intact.
         """
+        for unreadable in self._unreadable:
+            (self.directory / str(unreadable)).rename(self.directory / f"unreadable-{unreadable}")
+        if self._unreadable:
+            self._unreadable.clear()
+            self._manager.reload()
         if step in self.steps():
             return
         args = ocp.args.Composite(
@@ -84,11 +90,12 @@ class Checkpoints:
     ) -> tuple[int, Any, dict[str, Any]] | None:
         """Reads the newest checkpoint that is whole.
 
-        One that cannot be read is set aside as ``unreadable-<step>`` and the one before is tried.
+        Where that one cannot be read, the one before is tried. When the run goes on from there, the
+        next `save` sets the unreadable ones aside as ``unreadable-<step>``.
 
         Args:
           like: pytree of arrays or shape structs with shardings: what is read, and where it goes.
-          config: must equal the record's ``config``; not compared where None.
+          config: sections that must equal those in the record's ``config``; None for none.
           step: this checkpoint and no other.
 
         Returns:
@@ -109,7 +116,8 @@ class Checkpoints:
             try:
                 record = self._read(candidate, record=ocp.args.JsonRestore())["record"]
                 if config is not None:
-                    _compare(record["config"], config, self.directory / str(candidate))
+                    saved = {section: record["config"].get(section) for section in config}
+                    _compare(saved, config, self.directory / str(candidate))
                 state = self._read(candidate, state=ocp.args.StandardRestore(like))["state"]
                 return candidate, state, record
             except ConfigMismatch:
@@ -121,8 +129,7 @@ class Checkpoints:
                     "checkpoint %s cannot be read (%s); trying the one before it",
                     self.directory / str(candidate), _first_line(error),
                 )  # fmt: skip
-                if step is None:
-                    self._set_aside(candidate)
+                self._unreadable.add(candidate)
         if failure is not None:
             raise CheckpointError(
                 f"{self.directory}: no checkpoint can be read (last: {_first_line(failure)}); "
@@ -135,10 +142,6 @@ class Checkpoints:
 
     def _read(self, step: int, **items: Any) -> Any:
         return self._manager.restore(step, args=ocp.args.Composite(**items))
-
-    def _set_aside(self, step: int) -> None:
-        (self.directory / str(step)).rename(self.directory / f"unreadable-{step}")
-        self._manager.reload()
 
 
 def _compare(saved: dict[str, Any], now: dict[str, Any], where: pathlib.Path) -> None:

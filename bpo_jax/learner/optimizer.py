@@ -75,11 +75,11 @@ def make(settings: OptimizerSettings) -> optax.GradientTransformation:
     def mask(params: Any) -> Any:
         return jax.tree_util.tree_map_with_path(lambda path, _: decays(path), params)
 
-    parts = []
-    if settings.max_grad_norm > 0:
-        parts.append(optax.clip_by_global_norm(settings.max_grad_norm))
-    parts.append(optax.scale_by_adam(b1=settings.b1, b2=settings.b2, eps=settings.eps))
-    if settings.weight_decay > 0:
-        parts.append(optax.add_decayed_weights(settings.weight_decay, mask=mask))
-    parts.append(optax.scale_by_learning_rate(learning_rate(settings)))
-    return optax.chain(*parts)
+    clip = settings.max_grad_norm
+    # The same parts whatever the settings: then a checkpoint's state fits them all.
+    return optax.chain(
+        optax.clip_by_global_norm(clip) if clip > 0 else optax.identity(),
+        optax.scale_by_adam(b1=settings.b1, b2=settings.b2, eps=settings.eps),
+        optax.add_decayed_weights(settings.weight_decay, mask=mask),
+        optax.scale_by_learning_rate(learning_rate(settings)),
+    )

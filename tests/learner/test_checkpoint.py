@@ -68,6 +68,12 @@ def test_another_algorithm_is_refused_with_the_key_and_both_values(tmp_path):
     assert "\n" not in str(raised.value)
 
 
+def test_only_the_sections_asked_for_are_compared(tmp_path):
+    Checkpoints(tmp_path).save(1, make_state(1.0), make_record(1))
+    policy = {"policy": {"init": "random"}}
+    assert Checkpoints(tmp_path).restore(make_state(0.0), config=policy)[0] == 1
+
+
 def damage_arrays(folder):
     for file in (folder / "state").rglob("*"):
         if file.is_file():
@@ -93,8 +99,10 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, damage):
     step, state, _ = reopened.restore(make_state(0.0), config=CONFIG)
     assert step == 1
     assert_same(state, make_state(1))
-    # The step can be saved again.
+    # Nothing is touched until the run goes on; then the step can be saved again.
+    assert (tmp_path / "2").exists()
     reopened.save(2, make_state(2), make_record(2))
+    assert (tmp_path / "unreadable-2").exists()
     assert reopened.restore(make_state(0.0))[0] == 2
 
 

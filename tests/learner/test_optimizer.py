@@ -1,5 +1,6 @@
 """Schedules, clipping and what weight decay leaves alone."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -39,6 +40,14 @@ def test_weight_decay_leaves_norms_and_biases_alone():
     np.testing.assert_allclose(updates["layers"]["q"], -0.05, rtol=1e-6)
     assert not updates["layers"]["q_bias"].any()
     assert not updates["layers"]["norm"].any()
+
+
+def test_the_state_has_the_same_shape_whatever_the_settings():
+    params = {"w": jnp.zeros(2)}
+    plain = OptimizerSettings(learning_rate=0.1, max_grad_norm=0.0)
+    full = OptimizerSettings(learning_rate=0.1, weight_decay=0.1, warmup=3)
+    structures = [jax.tree.structure(optimizer_lib.make(s).init(params)) for s in (plain, full)]
+    assert structures[0] == structures[1]
 
 
 def test_the_first_step_of_adam_has_the_size_of_the_learning_rate():
