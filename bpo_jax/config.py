@@ -225,8 +225,8 @@ def _algorithm(config: config_dict.ConfigDict) -> estimators.Algorithm:
 
 _AT_LEAST: dict[str, float] = {
     "seed": 0, "cpu_devices": 1, "environment.max_turns": 1, "policy.context": 2,
-    "algorithm.roots": 1, "branching.forks_per_root": 0, "branching.forks_per_tree": 0, "branching.siblings": 1,
-    "branching.min_gap": 1, "branching.initial_threshold": 0,
+    "algorithm.roots": 1, "branching.forks_per_root": 0, "branching.forks_per_tree": 0,
+    "branching.siblings": 1, "branching.min_gap": 1, "branching.initial_threshold": 0,
     "rollout.action_tokens": 1, "rollout.slots": 1, "rollout.retries": 0,
     "rollout.invalid_penalty": 0, "loss.kl_weight": 0,
     "loss.entropy_weight": 0, "loss.chunk": 1, "optimizer.warmup": 0, "optimizer.weight_decay": 0,
