@@ -1,0 +1,201 @@
+"""The decoder: a packed tree is scored as its trajectories one by one, and as it is sampled."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from bpo_jax import packing
+from bpo_jax.models import decoder, token_logprobs
+from bpo_jax.models.config import DecoderConfig, RopeScaling
+from tests import trees as random_trees
+
+QWEN = DecoderConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+)
+LLAMA = dataclasses.replace(
+    QWEN,
+    qkv_bias=False,
+    tie_embeddings=False,
+    head_dim=12,
+    rope_scaling=RopeScaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=64
+    ),
+)
+
+
+@functools.cache
+def build(config):
+    """A decoder whose biases and norms are random too, so that a wrong one shows."""
+    graphdef, params = decoder.init(config, seed=0)
+    leaves, structure = jax.tree.flatten(params)
+    rng = np.random.default_rng(1)
+    leaves = [x + 0.1 * rng.normal(size=x.shape).astype(np.float32) for x in leaves]
+    return graphdef, jax.tree.unflatten(structure, leaves)
+
+
+def objective(graphdef):
+    """A weighted sum over trained tokens, and the log-prob of every token."""
+
+    def total(params, batch):
+        model = nnx.merge(graphdef, params)
+        hidden = model(batch.tokens, batch.position, batch.subtree_end)
+        parent = jnp.maximum(batch.parent, 0)[..., None]
+        source = jnp.take_along_axis(hidden, parent, axis=1)
+        logprob, entropy = token_logprobs(
+            source.reshape(-1, source.shape[-1]), model.head_dv(), batch.tokens.reshape(-1)
+        )
+        logprob, entropy = (x.reshape(batch.tokens.shape) for x in (logprob, entropy))
+        weight = batch.loss_mask * batch.coefficient
+        return jnp.sum(weight * (batch.advantage * logprob + 0.1 * entropy)), logprob
+
+    return jax.jit(jax.value_and_grad(total, has_aux=True))
+
+
+def score(config, trees, weights, *, rows, row_length):
+    """(log-probs by tree and action, gradient) over all micro-batches."""
+    graphdef, params = build(config)
+    batches = packing.pack(trees, weights, rows=rows, row_length=row_length)
+    run = objective(graphdef)
+    results = [run(params, jax.tree.map(jnp.asarray, b)) for b in batches]
+    logprobs = packing.unpack(trees, batches, [r[0][1] for r in results])
+    return logprobs, jax.tree.map(lambda *g: np.sum(g, axis=0), *[r[1] for r in results])
+
+
+def relative(x, y):
+    return float(np.linalg.norm(np.asarray(x) - y) / max(np.linalg.norm(y), 1e-12))
+
+
+@pytest.mark.parametrize("attention", ["dense", "chunked"])
+@pytest.mark.parametrize("config", [QWEN, LLAMA], ids=["qwen", "llama"])
+def test_packed_trees_give_the_log_probs_and_gradients_of_flat_trajectories(config, attention):
+    trees = [random_trees.random_tree(s, turns=5, fork_rate=0.5) for s in (0, 1, 5, 6)]
+    assert any(len(t.forks()) > 1 for t in trees)
+    weights = [random_trees.random_weights(t, i) for i, t in enumerate(trees)]
+    packed_config = dataclasses.replace(config, attention=attention)
+    packed = score(packed_config, trees, weights, rows=2, row_length=160)
+    # Every trajectory alone in its row, with the plain attention.
+    flat = [packing.flatten(t, w) for t, w in zip(trees, weights, strict=True)]
+    chains = [c for cs, _ in flat for c in cs]
+    chain_weights = [w for _, ws in flat for w in ws]
+    one_by_one = score(config, chains, chain_weights, rows=8, row_length=64)
+
+    number = iter(range(len(chains)))
+    for tree, found in zip(trees, packed[0], strict=True):
+        order = {id(a): i for i, a in enumerate(tree.actions())}
+        for path in tree.paths():
+            for action, expected in zip(path, one_by_one[0][next(number)], strict=True):
+                # Float32; sums in another order.
+                np.testing.assert_allclose(found[order[id(action)]], expected, atol=1e-5)
+    gradients = zip(*map(jax.tree.leaves_with_path, (packed[1], one_by_one[1])), strict=True)
+    for (name, got), (_, expected) in gradients:
+        assert relative(got, expected) < 1e-5, jax.tree_util.keystr(name)
+
+
+def test_a_tree_split_over_rows_gives_what_it_gives_whole():
+    trees = [random_trees.random_tree(7, turns=5, fork_rate=0.6)]
+    weights = [random_trees.random_weights(trees[0], 0)]
+    whole = score(QWEN, trees, weights, rows=1, row_length=256)
+    longest = max(packing.token_counts(c)[0] for c in packing.flatten(trees[0], weights[0])[0])
+    assert packing.token_counts(trees[0])[0] > longest + 2
+    split = score(QWEN, trees, weights, rows=2, row_length=longest + 2)
+    for got, expected in zip(split[0][0], whole[0][0], strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+    for got, expected in zip(jax.tree.leaves(split[1]), jax.tree.leaves(whole[1]), strict=True):
+        assert relative(got, expected) < 1e-5
+
+
+@pytest.mark.parametrize("config", [QWEN, LLAMA], ids=["qwen", "llama"])
+def test_decoding_gives_the_log_probs_of_the_forward_pass(config):
+    graphdef, params = build(config)
+    rng = np.random.default_rng(0)
+    length, prompts = 24, np.array([9, 5])
+    tokens = jnp.asarray(rng.integers(0, config.vocab_size, (2, length)))
+    model = nnx.merge(graphdef, params)
+    position = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+    expected = model(tokens, position, jnp.full(tokens.shape, length)) @ model.head_dv()
+
+    @jax.jit
+    def step(params, tokens, start, cache):
+        model = nnx.merge(graphdef, params)
+        hidden, cache = model.decode(tokens, start, cache, model.blocks())
+        return hidden @ model.head_dv(), cache
+
+    # Prompts of different lengths, padded on the right; then one token at a time.
+    cache = decoder.init_cache(config, 2, length + 3)
+    logits, cache = step(params, tokens[:, :9], jnp.zeros(2, jnp.int32), cache)
+    got = [[logits[b, : prompts[b]]] for b in range(2)]
+    for n in range(length - 9):
+        at = jnp.asarray(prompts + n, jnp.int32)
+        one = jnp.take_along_axis(tokens, at[:, None], axis=1)
+        logits, cache = step(params, one, at, cache)
+        for b in range(2):
+            got[b].append(logits[b])
+    for b in range(2):
+        logits = np.concatenate(got[b])
+        np.testing.assert_allclose(
+            jax.nn.log_softmax(logits), jax.nn.log_softmax(expected[b, : len(logits)]), atol=1e-4
+        )
+
+
+def test_tokens_beyond_the_cache_leave_it_as_it_was():
+    graphdef, params = build(QWEN)
+    model = nnx.merge(graphdef, params)
+    cache = jax.tree.map(lambda x: x + 1.0, decoder.init_cache(QWEN, 1, 4))
+    _, after = model.decode(jnp.array([[1, 2]]), jnp.array([4]), cache)
+    for old, new in zip(jax.tree.leaves(cache), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_rematerialisation_changes_no_gradient(remat):
+    trees = [random_trees.random_tree(0)]
+    weights = [random_trees.random_weights(trees[0], 0)]
+    plain = score(QWEN, trees, weights, rows=1, row_length=64)[1]
+    again = score(dataclasses.replace(QWEN, remat=remat), trees, weights, rows=1, row_length=64)[1]
+    for got, expected in zip(jax.tree.leaves(again), jax.tree.leaves(plain), strict=True):
+        assert relative(got, expected) < 1e-6
+
+
+def test_every_parameter_names_all_its_axes():
+    _, shapes, axes = decoder.abstract(LLAMA)
+    params = decoder.init(LLAMA, seed=0)[1]
+    assert jax.tree.map(lambda p: (p.shape, p.dtype), params) == jax.tree.map(
+        lambda s: (s.shape, s.dtype), shapes
+    )
+    named = jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))
+    for shape, names in zip(jax.tree.leaves(shapes), named, strict=True):
+        assert len(shape.shape) == len(names)
+    assert all(names[0] == "layers" for names in axes["layers"].values())
+
+
+def test_seeds_decide_the_parameters():
+    one, same, other = (decoder.init(QWEN, seed=s)[1]["embedding"] for s in (0, 0, 1))
+    np.testing.assert_array_equal(one, same)
+    assert not np.array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_kv_heads": 3}, "not a multiple of num_kv_heads=3"),
+        ({"head_dim": 7}, "head_dim=7 is odd"),
+        ({"dtype": "float16"}, "expected float32 or bfloat16"),
+        ({"remat": "some"}, "expected none, dots or full"),
+    ],
+)
+def test_an_impossible_configuration_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(QWEN, **change)
