@@ -21,7 +21,7 @@ from ml_collections import config_dict
 from bpo_jax import estimators
 
 MODES = ("train", "eval", "warmstart")
-PLACEMENTS = ("entropy", "random", "none")
+PLACEMENTS = ("threshold", "random", "none")
 FLAT_ROOTS = 10
 FORKING_ROOTS, FORKS_PER_ROOT, SIBLINGS = 2, 2, 3
 """10 returns a task either way: 2 roots, and 2 forks below each with 2 fresh siblings."""
@@ -76,7 +76,7 @@ def base() -> config_dict.ConfigDict:
     algorithm.epsilon = 1e-6  # grpo: added to the standard deviation
 
     config.branching = branching = config_dict.ConfigDict()
-    # Where to fork: "entropy" (above a running quantile), "random" (as often), "none".
+    # Where to fork: "threshold" (entropy above a running quantile), "random" (as often), "none".
     branching.placement = optional(str)  # None: implied by the algorithm
     branching.siblings = optional(int)  # K, children of a fork, the first included; None: implied
     branching.forks_per_root = optional(int)  # at most, below each root; None: implied
@@ -90,7 +90,7 @@ def base() -> config_dict.ConfigDict:
     config.rollout = rollout = config_dict.ConfigDict()
     rollout.temperature = 1.0  # of sampling, and of all log-probs in the loss
     rollout.action_tokens = 24  # longest action
-    rollout.slots = 64  # branches sampled at the same time
+    rollout.slots = 64  # branches sampled at the same time, by all of this process's devices
     rollout.retries = 2  # times a broken sandbox is rebuilt for an action before it is masked
     rollout.invalid_penalty = 0.0  # taken from the reward of a turn that holds no action
 
@@ -138,7 +138,10 @@ def base() -> config_dict.ConfigDict:
     config.warmstart = warmstart = config_dict.ConfigDict()
     # File of chats to clone, one {"messages": [...]} a line; None: the environment's expert.
     warmstart.data = optional(str)
-    warmstart.updates = 6000  # optimiser updates
+    # Probability of a refused command before each of the expert's; read, not learned.
+    warmstart.mistakes = 0.15
+    warmstart.updates = 6000  # optimiser updates, at whose end the learning rate is lowest
+    warmstart.stop = optional(int)  # stop after so many of them: leaves reinforcement more to do
     warmstart.rows = 4  # rows of a batch
     warmstart.row_length = 512  # tokens of a row; longer demonstrations are left out
     warmstart.learning_rate = 4e-3  # the peak; AdamW, cosine down to a twentieth
@@ -234,7 +237,8 @@ _AT_LEAST: dict[str, float] = {
     "batch.minibatches": 1, "batch.epochs": 1, "budget.updates": 1, "budget.decoded_tokens": 1,
     "budget.returns": 1, "eval.tasks": 0, "eval.every": 0, "eval.step": 0, "eval.temperature": 0,
     "checkpoint.every": 1, "checkpoint.keep": 1,
-    "warmstart.updates": 1, "warmstart.rows": 1, "warmstart.row_length": 128, "warmstart.warmup": 0,
+    "warmstart.updates": 1, "warmstart.stop": 1, "warmstart.rows": 1,
+    "warmstart.row_length": 128, "warmstart.warmup": 0,
     "warmstart.observation_weight": 0, "warmstart.vocab_size": 260,
     "warmstart.tokenizer_chats": 1, "warmstart.checkpoint_every": 1,
 }  # fmt: skip
@@ -246,6 +250,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "algorithm.gamma": (lambda x: 0 < x <= 1, "in (0, 1]"),
     "algorithm.flow_exponent": (lambda x: 0 <= x <= 1, "in [0, 1]"),
     "branching.quantile": (lambda x: 0 < x < 1, "in (0, 1)"),
+    "warmstart.mistakes": (lambda x: 0 <= x < 1, "in [0, 1)"),
     "branching.memory": (lambda x: 0 <= x < 1, "in [0, 1)"),
     "loss.clip_low": (lambda x: 0 < x < 1, "in (0, 1)"),
     "loss.dual_clip": (lambda x: x > 1, "greater than 1, or None for no bound"),
@@ -380,9 +385,7 @@ def _branching(config: config_dict.ConfigDict, algorithm: estimators.Algorithm) 
         )  # fmt: skip
 
 
-def _algorithm_settings(
-    config: config_dict.ConfigDict, algorithm: estimators.Algorithm
-) -> None:
+def _algorithm_settings(config: config_dict.ConfigDict, algorithm: estimators.Algorithm) -> None:
     defaults = base().algorithm
     for name in ("flow_exponent", "shrinkage", "epsilon"):
         if name not in algorithm.settings and config.algorithm[name] != defaults[name]:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from ml_collections import config_dict
 
@@ -28,6 +29,7 @@ from bpo_jax.learner import loss as loss_lib
 from bpo_jax.learner import mesh as mesh_lib
 from bpo_jax.learner import optimizer as optimizer_lib
 from bpo_jax.learner import update as update_lib
+from bpo_jax.learner import weight_sync
 from bpo_jax.ledger import Ledger
 from bpo_jax.models import policy as policy_lib
 from bpo_jax.report import console
@@ -196,19 +198,23 @@ class Run:
         # The initial policy; reloaded, not saved, when a run resumes.
         self.reference = params if config.loss.kl_weight else None
         dialogue = Dialogue(policy.tokenizer)
-        self.engine = DenseEngine(
-            graphdef=policy.graphdef,
-            config=policy.config,
-            params=self.state.params,
-            stop_id=dialogue.stop_id,
-            slots=config.rollout.slots,
-            context=config.policy.context,
-            max_turn_tokens=config.rollout.action_tokens,
-        )
+        devices = jax.local_devices()
+        self.engines = [
+            DenseEngine(
+                graphdef=policy.graphdef,
+                config=policy.config,
+                params=params,
+                stop_id=dialogue.stop_id,
+                slots=-(-config.rollout.slots // len(devices)),
+                context=config.policy.context,
+                max_turn_tokens=config.rollout.action_tokens,
+            )
+            for params in weight_sync.copies(self.state.params, devices)
+        ]
         self.grower = Grower(
             environment=environment,
             backend=InProcessBackend(environment=environment),
-            engine=self.engine,
+            engines=self.engines,
             dialogue=dialogue,
             limits=Limits(
                 max_turns=environment.max_turns,
@@ -220,10 +226,7 @@ class Run:
         )
         self._check_prompt(dialogue)
         self.tasks = environment.tasks(config.environment.train_split, seed=config.seed)
-        branching = config.branching.to_dict()
-        if branching["placement"] == "entropy":
-            branching["placement"] = "threshold"
-        self.rule = Branching(BranchingConfig(seed=config.seed, **branching))
+        self.rule = Branching(BranchingConfig(seed=config.seed, **config.branching.to_dict()))
         self.constants = RunningConstants()
         self.ledger = Ledger()
         self.grad_norms: list[float] = []
@@ -296,7 +299,7 @@ class Run:
         _, self.state, record = found
         self.load_record(record)
         self.commit()
-        self.engine.set_weights(self.state.params, version=self.step)
+        self.sync_weights()
 
     def load_policy(self, step: int | None) -> None:
         """Restores the parameters alone, of the newest checkpoint where `step` is None."""
@@ -305,7 +308,13 @@ class Run:
         if found is not None:
             _, self.state, record = found
             self.ledger.load_state_dict(record["ledger"])
-            self.engine.set_weights(self.state.params, version=self.step)
+            self.sync_weights()
+
+    def sync_weights(self) -> None:
+        """Gives the samplers the learner's parameters."""
+        copies = weight_sync.copies(self.state.params, jax.local_devices())
+        for engine, params in zip(self.engines, copies, strict=True):
+            engine.set_weights(params, version=self.step)
 
     def save(self) -> None:
         """Writes a checkpoint of the last committed state."""
@@ -415,7 +424,7 @@ class Run:
         for unique, flat in map(packing.token_counts, trees):
             self.ledger.trained_unique += unique * self.config.batch.epochs
             self.ledger.trained_flat += flat * self.config.batch.epochs
-        self.engine.set_weights(self.state.params, version=self.step)
+        self.sync_weights()
         self.skipped = self.skipped + 1 if numbers["diag/skipped"] else 0
         if self.skipped >= MOST_SKIPPED:
             update_lib.check_finite(numbers, step=self.step)

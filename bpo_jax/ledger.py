@@ -39,6 +39,11 @@ class Ledger:
     returns: int = 0
     updates: int = 0
 
+    def add(self, other: Ledger) -> None:
+        """Adds what was counted elsewhere."""
+        for name, count in other.state_dict().items():
+            setattr(self, name, getattr(self, name) + count)
+
     def metrics(self) -> dict[str, int]:
         """Counts keyed ``ledger/<name>``."""
         return {f"ledger/{k}": v for k, v in self.state_dict().items()}

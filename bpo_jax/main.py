@@ -104,7 +104,7 @@ def _check_key(config: config_dict.ConfigDict, key: str) -> None:
 
 
 def _illegal_value(message: str) -> str:
-    """"flag --config.batch.tasks=x: reason" in the words of the other refusals."""
+    """ "flag --config.batch.tasks=x: reason" in the words of the other refusals."""
     flag, _, reason = message.partition(": ")
     hints = {"int()": "an integer", "float": "a number", "boolean": "true or false"}
     for kind, hint in hints.items():

@@ -1,19 +1,22 @@
 """Warm start: clone an expert, or chats from a file, into a policy that reinforcement can improve.
 
 Demonstrations become trees of one branch with exactly the token ids a rollout would have, so that
-what is cloned is what will be sampled. The result is a folder in Hugging Face's format:
+what is cloned is what will be sampled. Now and then a refused command is put between the expert's
+turns: it is read, not learned, and shows the policy what follows a mistake. The result is a folder
+in Hugging Face's format:
 ``WORKDIR/policy`` with ``config.json``, ``model.safetensors``, the tokenizer and
 ``provenance.json``, which says how it was made.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import json
 import pathlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,7 +37,8 @@ from bpo_jax.models import decoder, policy, presets, tokenizer, weights
 from bpo_jax.report import console
 from bpo_jax.report import metrics as metrics_lib
 from bpo_jax.rollout.dialogue import Dialogue
-from bpo_jax.sandbox.api import Environment, Message
+from bpo_jax.sandbox.api import Environment
+from bpo_jax.sandbox.in_process import InProcessBackend
 from bpo_jax.tree import Action, Decision, Tree
 
 CHUNK = 256
@@ -42,8 +46,11 @@ CHUNK = 256
 DEMONSTRATION_STREAM = 7
 """Keeps the tasks that are demonstrated apart from those a run with the same seed trains on."""
 LOG_EVERY = 50
+REMEMBERED = 500
+"""Commands of earlier demonstrations that mistakes are taken from."""
 
-Chat = Sequence[Message]
+Chat = Sequence[Mapping[str, Any]]
+"""Messages; one of the assistant may carry ``"weight": 0``: to be read, not to be learned."""
 
 
 def run(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
@@ -69,7 +76,9 @@ def run(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
     checkpoints = checkpoint_lib.Checkpoints(
         pathlib.Path(workdir) / "checkpoints", keep=config.checkpoint.keep
     )
-    identity = {"warmstart": settings.to_dict(), "policy": config.policy.to_dict()}
+    last = min(settings.stop or settings.updates, settings.updates)
+    learned = {name: value for name, value in settings.to_dict().items() if name != "stop"}
+    identity = {"warmstart": learned, "policy": config.policy.to_dict()}
     identity |= {"environment": config.environment.to_dict(), "seed": config.seed}
     found = checkpoints.restore(state, config=identity)
     done, tokens = 0, 0
@@ -77,22 +86,23 @@ def run(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
         done, state, record = found
         tokens = record["tokens"]
     metrics = metrics_lib.MetricsWriter(workdir, step=done, tensorboard=config.log.tensorboard)
-    progress = console.Progress("warmstart", start=done / settings.updates)
+    progress = console.Progress("warmstart", start=done / last)
     batches = _batches(make_chats, dialogue, config)
     sums: list[Any] = []
     status = "interrupted"
     try:
         with Interrupt():
-            for step, batch in enumerate(itertools.islice(batches, done, settings.updates), done + 1):
+            coming = itertools.islice(batches, done, last)
+            for step, batch in enumerate(coming, done + 1):
                 state, numbers = trainer.step(state, trainer.put(batch))
                 sums.append(numbers)
                 done, tokens = step, tokens + int((batch.tree_id >= 0).sum())
-                if step % LOG_EVERY == 0 or step == settings.updates:
+                if step % LOG_EVERY == 0 or step == last:
                     means = _means(sums)
                     sums.clear()
                     metrics.write("train", step, means | {"tokens": tokens})
-                    text = f"token probability {means["probability"]:.1%} loss {means['loss']:.3f}"
-                    progress.show(step / settings.updates, text)
+                    text = f"token probability {means['probability']:.1%} loss {means['loss']:.3f}"
+                    progress.show(step / last, text)
                 if step % settings.checkpoint_every == 0:
                     checkpoints.save(step, state, {"config": identity, "tokens": tokens})
         status = "finished"
@@ -123,37 +133,74 @@ def run(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
 # Demonstrations.
 
 
-def play(environment: Environment, task: Any, seed: int) -> list[Message]:
-    """The expert's play of one task as a chat."""
+def play(
+    environment: Environment,
+    task: Any,
+    *,
+    seed: int,
+    mistakes: float = 0.0,
+    commands: Sequence[str] = (),
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The expert's play of one task.
+
+    Args:
+      environment: with an expert.
+      task: to play.
+      seed: of the expert and of the mistakes.
+      mistakes: probability of a mistake before each of the expert's turns.
+      commands: what mistakes are drawn from; one that the sandbox does not refuse is left out.
+
+    Returns:
+      The chat, and the expert's commands.
+
+    Raises:
+      ConfigError: the environment has no expert.
+    """
     expert = environment.expert(task, seed)
     if expert is None:
         raise config_lib.ConfigError(
             "environment: it has no expert to clone; give chats with --config.warmstart.data=FILE"
         )
-    sandbox = environment.start(task)
+    rng = np.random.default_rng(seed)
+    backend = InProcessBackend(environment=environment)
+    sandbox = backend.start(task)
+    played: list[str] = []
     try:
         result = sandbox.reset()
-        chat = list(environment.prompt(task, result.observation))
+        chat: list[dict[str, Any]] = list(environment.prompt(task, result.observation))
+
+        def say(command: str, answer: str, weight: int) -> None:
+            turn = {"role": "assistant", "content": environment.turn(command), "weight": weight}
+            chat.extend([turn, {"role": "user", "content": answer}])
+
         while not (result.done or result.truncated):
             command = expert.act(result.observation)
-            chat.append({"role": "assistant", "content": environment.turn(command)})
+            while commands and rng.random() < mistakes:
+                wrong = commands[int(rng.integers(len(commands)))]
+                # Tried in a fork: what is refused changes nothing, and nothing else may happen.
+                [fork] = backend.fork(sandbox.snapshot(), 1)
+                refusal = fork.step(wrong)
+                if refusal.info.get("invalid"):
+                    say(wrong, refusal.observation, 0)
             result = sandbox.step(command)
-            chat.append({"role": "user", "content": result.observation})
+            played.append(command)
+            say(command, result.observation, 1)
     finally:
         sandbox.close()
-    return chat[:-1]  # nobody reads what follows the last action
+    return chat[:-1], played  # nobody reads what follows the last action
 
 
-def read_chats(path: str) -> list[list[Message]]:
+def read_chats(path: str) -> list[Chat]:
     """Chats from a file with one ``{"messages": [{"role", "content"}, ...]}`` a line.
 
     A chat opens with messages of the system or the user; from the first of the assistant on,
-    assistant and user take turns. What follows the assistant's last message is left out.
+    assistant and user take turns. A message of the assistant may carry a ``"weight"`` from 0 (read
+    only) to 1 (the default). What follows the assistant's last message is left out.
 
     Raises:
       ConfigError: names the first line that is none.
     """
-    chats = []
+    chats: list[Chat] = []
     try:
         lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -164,7 +211,14 @@ def read_chats(path: str) -> list[list[Message]]:
         where = f"warmstart.data={path}, line {number}"
         try:
             messages = json.loads(line)["messages"]
-            chat = [{"role": str(m["role"]), "content": str(m["content"])} for m in messages]
+            chat = [
+                {
+                    "role": str(m["role"]),
+                    "content": str(m["content"]),
+                    "weight": float(m.get("weight", 1)),
+                }
+                for m in messages
+            ]
         except (ValueError, KeyError, TypeError) as error:
             raise config_lib.ConfigError(
                 f'{where}: expected {{"messages": [{{"role": ..., "content": ...}}, ...]}} '
@@ -185,8 +239,12 @@ def read_chats(path: str) -> list[list[Message]]:
     return chats
 
 
-def chat_tree(chat: Chat, dialogue: Dialogue) -> Tree:
-    """A chat as a tree of one branch, with the token ids a rollout of it would have."""
+def chat_tree(chat: Chat, dialogue: Dialogue) -> tuple[Tree, packing.Weights]:
+    """A chat as a tree of one branch, with the token ids a rollout of it would have.
+
+    Returns:
+      The tree, and the weight of each of its actions as their coefficients.
+    """
     opening = list(itertools.takewhile(lambda m: m["role"] != "assistant", chat))
     decision = root = Decision(context_ids=dialogue.prompt_ids(opening))
     turns = chat[len(opening) :]
@@ -202,7 +260,9 @@ def chat_tree(chat: Chat, dialogue: Dialogue) -> Tree:
                 context_ids=dialogue.observation_ids(answer["content"], stopped=True)
             )
             action.next = decision
-    return Tree(task_id="demonstration", root=root)
+    weight = np.array([reply.get("weight", 1) for reply in turns[::2]], np.float64)
+    tree = Tree(task_id="demonstration", root=root)
+    return tree, packing.Weights(advantage=np.ones_like(weight), coefficient=weight)
 
 
 def _chat_source(config: config_dict.ConfigDict) -> Any:
@@ -219,10 +279,21 @@ def _chat_source(config: config_dict.ConfigDict) -> Any:
     environment = config_lib.make_environment(config)
 
     def from_expert() -> Iterator[Chat]:
-        stream = int(np.random.SeedSequence([config.seed, DEMONSTRATION_STREAM]).generate_state(1)[0])
+        stream = int(
+            np.random.SeedSequence([config.seed, DEMONSTRATION_STREAM]).generate_state(1)[0]
+        )
         tasks = environment.tasks(config.environment.train_split, seed=stream)
+        commands: collections.deque[str] = collections.deque(maxlen=REMEMBERED)
         for index, task in enumerate(tasks):
-            yield play(environment, task, seed=stream + index)
+            chat, played = play(
+                environment,
+                task,
+                seed=stream + index,
+                mistakes=config.warmstart.mistakes,
+                commands=commands,
+            )
+            commands.extend(played)
+            yield chat
 
     return from_expert
 
@@ -279,14 +350,16 @@ class _Trainer:
             logprob_bt, _ = update_lib.token_scores(
                 graphdef, params, batch, temperature=1.0, chunk=config.loss.chunk
             )
-            action_bt = batch.loss_mask
+            action_bt = batch.coefficient
             context_bt = (batch.parent >= 0) & (batch.action_id < 0)
             weight_bt = action_bt + settings.observation_weight * context_bt
             loss = -(logprob_bt * weight_bt).sum()
             return loss, (weight_bt.sum(), -(logprob_bt * action_bt).sum(), action_bt.sum())
 
         def step(state: update_lib.LearnerState, batch: packing.TreeBatch) -> Any:
-            gradient = update_lib.over_rows(jax.value_and_grad(objective, has_aux=True), mesh)
+            gradient = update_lib.by_rows(
+                jax.value_and_grad(objective, has_aux=True), mesh, total=True
+            )
             (loss, (weight, action_loss, actions)), grads = gradient(state.params, batch)
             grads = jax.tree.map(lambda g: g / weight, grads)
             updates, opt_state = transform.update(grads, state.opt_state, state.params)
@@ -316,20 +389,15 @@ def _batches(
     rng = np.random.default_rng([config.seed, DEMONSTRATION_STREAM, 1])
     chats = make_chats()
     while True:
-        trees = [chat_tree(chat, dialogue) for chat in itertools.islice(chats, CHUNK)]
-        trees = [tree for tree in trees if _length(tree) <= settings.row_length]
-        if not trees:
+        pairs = [chat_tree(chat, dialogue) for chat in itertools.islice(chats, CHUNK)]
+        pairs = [pair for pair in pairs if _length(pair[0]) <= settings.row_length]
+        if not pairs:
             raise config_lib.ConfigError(
                 f"warmstart.row_length={settings.row_length}: not one demonstration of {CHUNK} "
                 "fits a row; make rows longer"
             )
-        ones = [np.ones(len(tree.actions())) for tree in trees]
-        batches = packing.pack(
-            trees,
-            [packing.Weights(advantage=one, coefficient=one) for one in ones],
-            rows=settings.rows,
-            row_length=settings.row_length,
-        )
+        trees, emphasis = zip(*pairs, strict=True)
+        batches = packing.pack(trees, emphasis, rows=settings.rows, row_length=settings.row_length)
         # Packing goes by length; the order of updates must not.
         yield from (batches[i] for i in rng.permutation(len(batches)))
 

@@ -16,7 +16,9 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
     del arg
     config = config_lib.base()
     config.environment.max_turns = 24
-    config.environment.max_turns = 24
+    config.cpu_devices = 2
+    config.mesh.data = -1
+    config.mesh.fsdp = 1
     config.policy.init = "package:quickstart"
     config.policy.context = 768
     config.rollout.action_tokens = 24

@@ -79,7 +79,7 @@ BAD = {
         "branching.siblings=3",
     ),
     "a flat algorithm with a placement": (
-        {"algorithm__name": "rloo", "branching__placement": "entropy"},
+        {"algorithm__name": "rloo", "branching__placement": "threshold"},
         "branching.placement='entropy'",
     ),
     "unknown placement": ({"branching__placement": "best"}, "branching.placement='best'"),

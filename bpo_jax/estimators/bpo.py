@@ -138,5 +138,5 @@ ALGORITHM = api.Algorithm(
     name="bpo",
     estimate=estimate,
     branches=True,
-    placements=("entropy", "random", "fixed", "none"),
+    placements=("threshold", "random", "none"),
 )

@@ -57,11 +57,11 @@ ALGORITHM = api.Algorithm(
     name="grpo",
     estimate=grpo,
     branches=True,
-    placements=("none", "entropy", "random", "fixed"),
+    placements=("none", "threshold", "random"),
 )
 DR_GRPO = api.Algorithm(
     name="dr_grpo",
     estimate=dr_grpo,
     branches=True,
-    placements=("none", "entropy", "random", "fixed"),
+    placements=("none", "threshold", "random"),
 )

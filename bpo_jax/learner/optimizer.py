@@ -54,9 +54,7 @@ def learning_rate(settings: OptimizerSettings) -> optax.Schedule:
         return rate
 
     if settings.schedule not in SCHEDULES:
-        raise ValueError(
-            f"schedule {settings.schedule!r}: expected one of {', '.join(SCHEDULES)}"
-        )
+        raise ValueError(f"schedule {settings.schedule!r}: expected one of {', '.join(SCHEDULES)}")
     return schedule
 
 

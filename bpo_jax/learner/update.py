@@ -93,26 +93,32 @@ def token_scores(
     return logprob_n.reshape(parent_bt.shape), entropy_n.reshape(parent_bt.shape)
 
 
-def over_rows(fn: Callable[[Params, TreeBatch], Any], mesh: Mesh) -> Callable[..., Any]:
+def by_rows(
+    fn: Callable[[Params, TreeBatch], Any], mesh: Mesh, *, total: bool
+) -> Callable[[Params, TreeBatch], Any]:
     """Runs `fn` on every device's own rows, where the mesh does nothing but replicate the model.
 
-    The compiler would otherwise gather all rows for the loop over live attention blocks, whose
-    bounds depend on the data.
+    Left to itself, the compiler would gather all rows for the loop over live attention blocks,
+    whose bounds depend on the data.
 
     Args:
-      fn: (params, micro-batch) -> pytree of sums over rows.
-      mesh: where other axes than ``data`` have a size, `fn` is returned as it is.
-
-    Returns:
-      The same function with its sums taken over all devices.
+      fn: (params, micro-batch) -> pytree, of sums over rows or of arrays with rows in front.
+      mesh: where another axis than ``data`` is larger than 1, `fn` is returned as it is.
+      total: the results are sums, to be added over devices; otherwise rows, to be put together.
     """
     if mesh.shape["data"] == 1 or mesh.size != mesh.shape["data"]:
         return fn
+    everywhere, rows = PartitionSpec(), PartitionSpec("data")
+
+    def local(params: Params, batch: TreeBatch) -> Any:
+        out = fn(params, batch)
+        return jax.lax.psum(out, "data") if total else out
+
     return jax.shard_map(
-        lambda params, batch: jax.lax.psum(fn(params, batch), "data"),
+        local,
         mesh=mesh,
-        in_specs=(PartitionSpec(), PartitionSpec("data")),
-        out_specs=PartitionSpec(),
+        in_specs=(everywhere, rows),
+        out_specs=everywhere if total else rows,
         check_vma=False,
     )
 
@@ -151,7 +157,8 @@ def make(
         logprob_bt, entropy_bt = scores(params, batch)
         return loss_lib.tree_loss(logprob_bt, entropy_bt, batch, loss)
 
-    gradient = jax.grad(objective, has_aux=True)
+    gradient = by_rows(jax.grad(objective, has_aux=True), mesh, total=True)
+    score = by_rows(lambda params, batch: scores(params, batch)[0], mesh, total=False)
 
     def zeros(params: Params) -> Any:
         # Sums are kept in float32 whatever the parameters are stored in.
@@ -200,7 +207,7 @@ def make(
             donate_argnums=0,
         ),
         score=jax.jit(
-            lambda params, batch: scores(params, batch)[0],
+            score,
             in_shardings=(on_params, rows),
             out_shardings=rows,
         ),

@@ -39,9 +39,7 @@ def write_json(path: str | pathlib.Path, content: Any) -> None:
 class MetricsWriter:
     """Appends records to ``metrics.jsonl`` and, if wanted, to TensorBoard's event files."""
 
-    def __init__(
-        self, workdir: str | pathlib.Path, *, step: int = 0, tensorboard: bool = True
-    ):
+    def __init__(self, workdir: str | pathlib.Path, *, step: int = 0, tensorboard: bool = True):
         """Opens the files of `workdir`.
 
         Args:
@@ -59,9 +57,7 @@ class MetricsWriter:
         if tensorboard:
             import tensorboardX  # half a second, and only needed here
 
-            self._events = tensorboardX.SummaryWriter(
-                str(workdir), purge_step=step + 1
-            )
+            self._events = tensorboardX.SummaryWriter(str(workdir), purge_step=step + 1)
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Appends one record; numbers that are not finite are left out (JSON has none)."""

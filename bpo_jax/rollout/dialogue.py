@@ -7,12 +7,11 @@ conversations of placeholders and looking at what stands between them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import transformers
-
-from bpo_jax.sandbox.api import Message
 
 _USER, _REPLY, _NEXT = "placeholderone", "placeholdertwo", "placeholderthree"
 
@@ -54,13 +53,13 @@ class Dialogue:
         self.stop_id: int = tokenizer.convert_tokens_to_ids(stop)
         self._before, self._after = end[len(stop) :], after
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The conversation as text, with the opening of the policy's next turn."""
         return self.tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=True
         )
 
-    def prompt_ids(self, messages: Sequence[Message]) -> np.ndarray:
+    def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """int32 ids of the messages and of the opening of the policy's turn.
 
         The text of special tokens inside a message stays text, as in `observation_ids`.

@@ -89,10 +89,10 @@ class _Line:
 
 
 def default_row_sizes(slots: int) -> tuple[int, ...]:
-    """`slots`, and its halves down to 8 (or to `slots` itself, if smaller)."""
+    """`slots`, and its quarters down to 8 (or to `slots` itself, if smaller)."""
     sizes = [slots]
     while sizes[-1] > 8:
-        sizes.append(max(8, -(-sizes[-1] // 2)))
+        sizes.append(max(8, -(-sizes[-1] // 4)))
     return tuple(reversed(sizes))
 
 
@@ -127,7 +127,7 @@ class DenseEngine:
         temperature: float = 1.0,
         version: int = 0,
         row_sizes: Sequence[int] | None = None,
-        length_step: int = 128,
+        length_step: int = 256,
         chunk: int = 32,
     ):
         if context > config.max_positions:

@@ -4,11 +4,14 @@ A round takes every branch that has a slot one turn further: compute what it has
 entropy of what it would say next, decide and pay for forks, make the siblings, sample all branches
 in one batch, execute their actions. Branches without a slot wait; none is cut or dropped. The same
 arguments give the same trees.
+
+With several engines, one per device, tasks are dealt out among them and grown side by side.
 """
 
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
@@ -89,7 +92,7 @@ class Grower:
     Args:
       environment: the task family.
       backend: starts and forks its sandboxes.
-      engine: samples; its slots bound how many branches run at a time.
+      engines: sample; their slots bound how many branches run at a time. A tree grows on one.
       dialogue: turns messages into token ids.
       limits: of every trajectory.
     """
@@ -99,13 +102,13 @@ class Grower:
         *,
         environment: api.Environment,
         backend: api.Backend,
-        engine: Engine,
+        engines: Sequence[Engine],
         dialogue: Dialogue,
         limits: Limits,
     ):
         self.environment = environment
         self.backend = backend
-        self.engine = engine
+        self.engines = engines
         self.dialogue = dialogue
         self.limits = limits
 
@@ -138,25 +141,38 @@ class Grower:
         Raises:
           ValueError: a prompt that leaves no room for a turn.
         """
-        self.engine.temperature = temperature
-        return _Growth(self, tasks, roots, rule, seed, ledger).run()
+        seeded = list(zip(tasks, _task_seeds(tasks, seed), strict=True))
+        ways = min(len(self.engines), max(len(tasks), 1))
+        growths = []
+        for part, engine in enumerate(self.engines[:ways]):
+            engine.temperature = temperature
+            growths.append(_Growth(self, engine, seeded[part::ways], roots, rule, Ledger()))
+        if ways == 1:
+            grown = [growths[0].run()]
+        else:
+            with concurrent.futures.ThreadPoolExecutor(ways) as pool:
+                grown = list(pool.map(_Growth.run, growths))
+        trees: list[Tree] = [grown[i % ways][i // ways] for i in range(len(tasks))]
+        for growth in growths:
+            ledger.add(growth.ledger)
+        return trees
 
 
 class _Growth:
-    """The state of one call of `Grower.grow`."""
+    """The state of one engine's part of a call of `Grower.grow`; tasks come with their seeds."""
 
     def __init__(
         self,
         grower: Grower,
-        tasks: Sequence[api.Task],
+        engine: Engine,
+        tasks: Sequence[tuple[api.Task, int]],
         roots: int,
         rule: Branching,
-        seed: int,
         ledger: Ledger,
     ):
         self.environment = grower.environment
         self.backend = grower.backend
-        self.engine = grower.engine
+        self.engine = engine
         self.dialogue = grower.dialogue
         self.limits = grower.limits
         self.max_turns = min(grower.limits.max_turns, grower.environment.max_turns)
@@ -164,7 +180,7 @@ class _Growth:
         self.rule = rule
         self.ledger = ledger
         self.trees: list[Tree] = []
-        self.queue = collections.deque(zip(tasks, _task_seeds(tasks, seed), strict=True))
+        self.queue = collections.deque(tasks)
         self.waiting: collections.deque[_Line] = collections.deque()
         self.live: list[_Line] = []
 

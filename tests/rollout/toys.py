@@ -210,7 +210,7 @@ def grow(
     grower = Grower(
         environment=environment,
         backend=environment,
-        engine=engine or shared_engine(),
+        engines=[engine or shared_engine()],
         dialogue=NumberDialogue(),
         limits=Limits(**({"max_turns": 6, "max_turn_tokens": 6, "context": 96} | limits)),
     )
