@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from bpo_jax.models import tree_attention
+from bpo_jax.models.tree_attention import Implementation
 
 Remat = Literal["none", "dots", "full"]
 
@@ -59,7 +59,7 @@ class DecoderConfig:
     param_dtype: str = "float32"
     max_positions: int = 32_768
     remat: Remat = "none"
-    attention: tree_attention.Implementation = "auto"
+    attention: Implementation = "auto"
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from bpo_jax.models import tree_attention
 from bpo_jax.models.config import DecoderConfig as DecoderConfig
 from bpo_jax.models.config import Remat as Remat
+from bpo_jax.models.tree_attention import tree_attention
 
 Params = dict[str, Any]
 """Nested dictionary of arrays, the plain pytree that jitted functions take."""
@@ -148,9 +148,7 @@ class Decoder(nnx.Module):
         graphdef, stacked = nnx.split(self.layers)
 
         def attend(q, k, v):
-            return tree_attention.tree_attention(
-                q, k, v, subtree_end_bt, implementation=c.attention
-            )
+            return tree_attention(q, k, v, subtree_end_bt, implementation=c.attention)
 
         def layer(x_btd, params):
             return nnx.merge(graphdef, params)(x_btd, rope, attend), None
