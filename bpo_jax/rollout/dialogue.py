@@ -8,10 +8,12 @@ conversations of placeholders and looking at what stands between them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import transformers
+
+if TYPE_CHECKING:
+    import transformers
 
 _USER, _REPLY, _NEXT = "placeholderone", "placeholdertwo", "placeholderthree"
 

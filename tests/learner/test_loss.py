@@ -75,9 +75,7 @@ def test_the_node_level_gradient_away_from_the_behaviour_policy_uses_one_advanta
     [("k1", 0.5), ("k2", 0.125), ("k3", np.exp(-0.5) - 1 + 0.5)],
 )
 def test_kl_estimators_have_their_formula_and_the_flow_weight(estimator, expected):
-    batch = make_batch(
-        advantage=[0.0], coefficient=[0.5], behaviour=[-1.0], reference=[-1.5]
-    )
+    batch = make_batch(advantage=[0.0], coefficient=[0.5], behaviour=[-1.0], reference=[-1.5])
     loss, sums = run([-1.0], batch, kl_weight=0.1, kl_estimator=estimator)
     assert loss == pytest.approx(0.1 * 0.5 * expected, rel=1e-6)
     assert sums["kl"] == pytest.approx(0.5 * expected, rel=1e-6)
