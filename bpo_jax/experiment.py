@@ -110,7 +110,9 @@ def train(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
                 progress.show(run.fraction_spent(), _update_line(run, numbers, timer))
             status = "finished" if run.step >= (config.budget.updates or np.inf) else "budget"
         except Abort:
-            status = "interrupted"  # perhaps half an update: the last checkpoint stands
+            # Perhaps half an update has happened to the arrays: the last checkpoint stands.
+            run.restore_committed()
+            status = "interrupted"
         except KeyboardInterrupt:
             progress.say("interrupted; saving the last completed update")
             run.restore_committed()
