@@ -80,7 +80,7 @@ BAD = {
     ),
     "a flat algorithm with a placement": (
         {"algorithm__name": "rloo", "branching__placement": "threshold"},
-        "branching.placement='entropy'",
+        "branching.placement='threshold'",
     ),
     "unknown placement": ({"branching__placement": "best"}, "branching.placement='best'"),
     "forks with one child": ({"branching__siblings": 1}, "branching.siblings=1"),
