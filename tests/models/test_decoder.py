@@ -78,29 +78,40 @@ def relative(x, y):
     return float(np.linalg.norm(np.asarray(x) - y) / max(np.linalg.norm(y), 1e-12))
 
 
+@functools.cache
+def forest():
+    """Trees with nested forks, one of them longer than the rows it is packed into."""
+    trees = [random_trees.random_tree(s, turns=5, fork_rate=0.5) for s in (1, 6)]
+    return trees, [random_trees.random_weights(t, i) for i, t in enumerate(trees)]
+
+
+@functools.cache
+def one_by_one(config):
+    """Log-probs and gradient with every trajectory as a tree of its own and plain attention."""
+    flat = [packing.flatten(t, w) for t, w in zip(*forest(), strict=True)]
+    chains = [c for cs, _ in flat for c in cs]
+    weights = [w for _, ws in flat for w in ws]
+    return score(
+        dataclasses.replace(config, attention="dense"), chains, weights, rows=8, row_length=64
+    )
+
+
 @pytest.mark.parametrize("attention", ["dense", "chunked"])
 @pytest.mark.parametrize("config", [QWEN, LLAMA], ids=["qwen", "llama"])
 def test_packed_trees_give_the_log_probs_and_gradients_of_flat_trajectories(config, attention):
-    trees = [random_trees.random_tree(s, turns=5, fork_rate=0.5) for s in (1, 6)]
-    assert any(len(t.forks()) > 1 for t in trees)
-    weights = [random_trees.random_weights(t, i) for i, t in enumerate(trees)]
-    packed_config = dataclasses.replace(config, attention=attention)
-    packed = score(packed_config, trees, weights, rows=2, row_length=160)
-    # Trajectories as trees of their own, with the plain attention.
-    flat = [packing.flatten(t, w) for t, w in zip(trees, weights, strict=True)]
-    chains = [c for cs, _ in flat for c in cs]
-    chain_weights = [w for _, ws in flat for w in ws]
-    one_by_one = score(config, chains, chain_weights, rows=8, row_length=64)
-
-    number = iter(range(len(chains)))
-    for tree, found in zip(trees, packed[0], strict=True):
+    trees, weights = forest()
+    config = dataclasses.replace(config, attention=attention)
+    logprobs, gradient = score(config, trees, weights, rows=2, row_length=160)
+    flat_logprobs, flat_gradient = one_by_one(dataclasses.replace(config, attention="auto"))
+    flat = iter(flat_logprobs)
+    for tree, found in zip(trees, logprobs, strict=True):
         order = {id(a): i for i, a in enumerate(tree.actions())}
         for path in tree.paths():
-            for action, expected in zip(path, one_by_one[0][next(number)], strict=True):
+            for action, expected in zip(path, next(flat), strict=True):
                 # Float32; sums in another order.
                 np.testing.assert_allclose(found[order[id(action)]], expected, atol=1e-5)
-    gradients = zip(*map(jax.tree.leaves_with_path, (packed[1], one_by_one[1])), strict=True)
-    for (name, got), (_, expected) in gradients:
+    both = zip(*map(jax.tree.leaves_with_path, (gradient, flat_gradient)), strict=True)
+    for (name, got), (_, expected) in both:
         assert relative(got, expected) < 1e-5, jax.tree_util.keystr(name)
 
 

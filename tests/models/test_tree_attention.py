@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,29 +76,41 @@ def relative(x, y):
     return float(np.linalg.norm(np.asarray(x) - y) / max(np.linalg.norm(y), 1e-30))
 
 
+@functools.partial(jax.jit, static_argnames=("implementation", "block"))
+def attend(q, k, v, end, *, implementation, block=16):
+    return tree_attention(q, k, v, end, implementation=implementation, block=block)
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "block"))
+def gradients(q, k, v, end, cotangent, *, implementation, block=16):
+    def total(q, k, v):
+        out = tree_attention(q, k, v, end, implementation=implementation, block=block)
+        return jnp.sum(out * cotangent)
+
+    return jax.grad(total, argnums=(0, 1, 2))(q, k, v)
+
+
+def cotangent_of(q):
+    return np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("implementation", ["dense", "chunked"])
 def test_forward_is_softmax_attention_over_ancestors(shape, implementation):
-    q, k, v, end = inputs(shape(96))
-    out = tree_attention(q, k, v, end, implementation=implementation, block=16)
-    # Float32 sums of up to 96 terms against float64.
+    q, k, v, end = inputs(shape(60))
+    out = attend(q, k, v, end, implementation=implementation)
+    # Float32 sums of up to 60 terms against float64.
     assert relative(out, by_hand(q, k, v, np.asarray(end))) < 1e-5
 
 
 @pytest.mark.parametrize("block", [16, 24, 128])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_chunked_gradients_are_those_of_dense(shape, block):
-    q, k, v, end = inputs(shape(100))
-    cotangent = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
-
-    def gradients(implementation):
-        def total(q, k, v):
-            out = tree_attention(q, k, v, end, implementation=implementation, block=block)
-            return jnp.sum(out * cotangent)
-
-        return jax.jit(jax.grad(total, argnums=(0, 1, 2)))(q, k, v)
-
-    for got, expected in zip(gradients("chunked"), gradients("dense"), strict=True):
+    arguments = inputs(shape(60))
+    arguments = (*arguments, cotangent_of(arguments[0]))
+    chunked = gradients(*arguments, implementation="chunked", block=block)
+    dense = gradients(*arguments, implementation="dense")
+    for got, expected in zip(chunked, dense, strict=True):
         assert np.isfinite(got).all()
         assert relative(got, np.asarray(expected)) < 1e-4
 
@@ -104,12 +118,8 @@ def test_chunked_gradients_are_those_of_dense(shape, block):
 @pytest.mark.parametrize("implementation", ["dense", "chunked"])
 def test_padding_gives_zero_and_receives_no_gradient(implementation):
     q, k, v, end = inputs(padding(60))
-
-    def attend(q, k, v):
-        return tree_attention(q, k, v, end, implementation=implementation, block=16)
-
-    assert not np.asarray(attend(q, k, v))[:, 20:].any()
-    for grad in jax.grad(lambda *x: jnp.sum(attend(*x) ** 2), argnums=(0, 1, 2))(q, k, v):
+    assert not np.asarray(attend(q, k, v, end, implementation=implementation))[:, 20:].any()
+    for grad in gradients(q, k, v, end, cotangent_of(q), implementation=implementation):
         assert np.isfinite(grad).all()
         assert not np.asarray(grad)[:, 20:].any()
 
