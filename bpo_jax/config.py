@@ -92,7 +92,7 @@ def base() -> config_dict.ConfigDict:
     rollout.action_tokens = 24  # longest action
     rollout.slots = 64  # branches sampled at the same time, by all of this process's devices
     rollout.retries = 2  # times a broken sandbox is rebuilt for an action before it is masked
-    rollout.invalid_penalty = 0.0  # taken from the reward of a turn that holds no action
+    rollout.invalid_penalty = 0.0  # taken from the reward of a turn without a valid action
 
     config.loss = loss = config_dict.ConfigDict()
     loss.clip_low = 0.2  # ratios are clipped to [1 - clip_low, 1 + clip_high]

@@ -15,14 +15,13 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from ml_collections import config_dict
 
 import bpo_jax
@@ -30,9 +29,8 @@ from bpo_jax import config as config_lib
 from bpo_jax import packing
 from bpo_jax.interrupt import Interrupt
 from bpo_jax.learner import checkpoint as checkpoint_lib
+from bpo_jax.learner import cloning
 from bpo_jax.learner import mesh as mesh_lib
-from bpo_jax.learner import optimizer as optimizer_lib
-from bpo_jax.learner import update as update_lib
 from bpo_jax.models import decoder, policy, presets, tokenizer, weights
 from bpo_jax.report import console
 from bpo_jax.report import metrics as metrics_lib
@@ -71,8 +69,16 @@ def run(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
     make_chats = _chat_source(config)
     start = _starting_policy(config, make_chats)
     dialogue = Dialogue(start.tokenizer)
-    trainer = _Trainer(config, start)
-    state = trainer.start(start.params)
+    cloner = cloning.make(
+        start.config,
+        learning_rate=settings.learning_rate,
+        warmup=settings.warmup,
+        updates=settings.updates,
+        context_weight=settings.observation_weight,
+        chunk=config.loss.chunk,
+        mesh=mesh_lib.make_mesh(**config.mesh.to_dict()),
+    )
+    state = cloner.start(start.params)
     checkpoints = checkpoint_lib.Checkpoints(
         pathlib.Path(workdir) / "checkpoints", keep=config.checkpoint.keep
     )
@@ -94,11 +100,11 @@ def run(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
         with Interrupt():
             coming = itertools.islice(batches, done, last)
             for step, batch in enumerate(coming, done + 1):
-                state, numbers = trainer.step(state, trainer.put(batch))
+                state, numbers = cloner.step(state, cloner.put(batch))
                 sums.append(numbers)
                 done, tokens = step, tokens + int((batch.tree_id >= 0).sum())
                 if step % LOG_EVERY == 0 or step == last:
-                    means = _means(sums)
+                    means = cloning.means(sums)
                     sums.clear()
                     metrics.write("train", step, means | {"tokens": tokens})
                     text = f"token probability {means['probability']:.1%} loss {means['loss']:.3f}"
@@ -325,62 +331,6 @@ def _starting_policy(config: config_dict.ConfigDict, make_chats: Any) -> _Start:
     return _Start(model, decoder.init(model, config.seed)[1], words)
 
 
-class _Trainer:
-    """The jitted step; rows are spread over the mesh, the policy is a copy on each device."""
-
-    def __init__(self, config: config_dict.ConfigDict, start: _Start):
-        settings = config.warmstart
-        mesh = mesh_lib.make_mesh(**config.mesh.to_dict())
-        graphdef, _, _ = decoder.abstract(start.config)
-        transform = optimizer_lib.make(
-            optimizer_lib.OptimizerSettings(
-                learning_rate=settings.learning_rate,
-                warmup=settings.warmup,
-                schedule="cosine",
-                total=settings.updates,
-                final_fraction=0.05,
-                b2=0.99,
-                weight_decay=0.01,
-            )
-        )
-        rows = mesh_lib.batch_sharding(mesh)
-        whole = mesh_lib.replicated(mesh)
-
-        def objective(params: Any, batch: packing.TreeBatch) -> Any:
-            logprob_bt, _ = update_lib.token_scores(
-                graphdef, params, batch, temperature=1.0, chunk=config.loss.chunk
-            )
-            action_bt = batch.coefficient
-            context_bt = (batch.parent >= 0) & (batch.action_id < 0)
-            weight_bt = action_bt + settings.observation_weight * context_bt
-            loss = -(logprob_bt * weight_bt).sum()
-            return loss, (weight_bt.sum(), -(logprob_bt * action_bt).sum(), action_bt.sum())
-
-        def step(state: update_lib.LearnerState, batch: packing.TreeBatch) -> Any:
-            gradient = update_lib.by_rows(
-                jax.value_and_grad(objective, has_aux=True), mesh, total=True
-            )
-            (loss, (weight, action_loss, actions)), grads = gradient(state.params, batch)
-            grads = jax.tree.map(lambda g: g / weight, grads)
-            updates, opt_state = transform.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
-            new = update_lib.LearnerState(params=params, opt_state=opt_state, step=state.step + 1)
-            return new, jnp.stack([loss, weight, action_loss, actions])
-
-        def start_state(params: Any) -> update_lib.LearnerState:
-            return update_lib.LearnerState(
-                params=jax.tree.map(jnp.copy, params),
-                opt_state=transform.init(params),
-                step=jnp.zeros((), jnp.int32),
-            )
-
-        self.start = jax.jit(start_state, out_shardings=whole)
-        self.step = jax.jit(
-            step, in_shardings=(whole, rows), out_shardings=(whole, whole), donate_argnums=0
-        )
-        self.put = lambda batch: jax.device_put(batch, rows)
-
-
 def _batches(
     make_chats: Any, dialogue: Dialogue, config: config_dict.ConfigDict
 ) -> Iterator[packing.TreeBatch]:
@@ -407,15 +357,6 @@ def _length(tree: Tree) -> int:
     return contexts + sum(len(a.token_ids) for a in tree.actions())
 
 
-def _means(sums: list[Any]) -> dict[str, float]:
-    loss, weight, action_loss, actions = np.sum(jax.device_get(sums), axis=0)
-    return {
-        "loss": float(loss / weight),
-        "loss/action": float(action_loss / actions),
-        "probability": float(np.exp(-action_loss / actions)),
-    }
-
-
 def _export(
     folder: pathlib.Path,
     start: _Start,
@@ -426,8 +367,9 @@ def _export(
 ) -> None:
     weights.save(folder, start.config, jax.device_get(params), dtype="bfloat16")
     start.tokenizer.save_pretrained(folder)
+    given = [flag for flag in sys.argv[1:] if not flag.startswith("--workdir")]
     provenance = {
-        "made_by": "python -m bpo_jax.main --mode=warmstart",
+        "command": " ".join(["python -m bpo_jax.main", *given, "--workdir=DIR"]),
         "version": bpo_jax.__version__,
         "seed": config.seed,
         "updates": updates,

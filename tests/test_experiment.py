@@ -1,4 +1,4 @@
-"""Whole runs, small enough for a test: what they leave behind, and how they survive being stopped."""
+"""Whole runs, small enough for a test: what they leave behind, how they survive being stopped."""
 
 import json
 import pathlib

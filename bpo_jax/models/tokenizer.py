@@ -67,13 +67,15 @@ def train(texts: Iterable[str], vocab_size: int) -> transformers.PreTrainedToken
     )
 
 
-def load(path: str | pathlib.Path) -> transformers.PreTrainedTokenizerBase:
+def load(path: str | pathlib.Path) -> transformers.PreTrainedTokenizerFast:
     """Loads a fast tokenizer from a folder or a hub id.
 
     Raises:
       ValueError: the tokenizer has no chat template, without which an agent cannot hold a dialogue.
     """
-    tokenizer = transformers.AutoTokenizer.from_pretrained(str(path), use_fast=True)
+    # The class a model's config.json implies would put its own splitting of words in the place of
+    # the one in tokenizer.json, and ids would silently differ from those the policy was trained on.
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(str(path))
     if not tokenizer.chat_template:
         raise ValueError(
             f"tokenizer {path}: no chat template; use an instruct model's tokenizer, or put a "

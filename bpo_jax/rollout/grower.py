@@ -40,7 +40,8 @@ class Limits:
       context: tokens of a trajectory, what was read and what was sampled. A trajectory that has no
         room for a full turn left ends as truncated.
       retries: how often a broken sandbox is rebuilt for one action before the leaf is masked.
-      invalid_penalty: subtracted from the reward of a turn in which no action can be read.
+      invalid_penalty: subtracted from the reward of a turn in which no action can be read, or whose
+        action the sandbox refuses (``info["invalid"]``).
     """
 
     max_turns: int
@@ -356,6 +357,8 @@ class _Growth:
         action.reward = float(result.reward)
         # The list of admissible commands is for demonstrators, and long.
         action.info |= {k: v for k, v in result.info.items() if k != "admissible"}
+        if action.info.get("invalid"):
+            action.reward -= self.limits.invalid_penalty
         return result
 
     def _end(self, line: _Line, action: Action, end: End) -> None:
