@@ -22,6 +22,7 @@ FLOORS = {
     # Checks values against what the estimators declare. Nothing below the loop reads a config:
     # parts take plain arguments.
     "config": 4,
+    "config_checks": 4,
     "estimators": 3,
     "models": 3,
     "sandbox": 3,
@@ -41,6 +42,8 @@ PEERS = {
     ("experiment", "evaluation"),
     ("experiment", "warmstart"),
     ("warmstart", "evaluation"),
+    # The keys and what refuses their values.
+    ("config", "config_checks"),
     # The contracts that environments fulfil are declared with the sandboxes.
     ("environments", "sandbox"),
 }

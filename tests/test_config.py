@@ -3,6 +3,7 @@
 import pathlib
 
 import pytest
+from ml_collections import config_dict
 
 from bpo_jax import config as config_lib
 from bpo_jax import estimators
@@ -111,7 +112,18 @@ BAD = {
     ),
     "row of an odd length": ({"batch__row_length": 2000}, "batch.row_length=2000"),
     "row shorter than a branch": ({"batch__row_length": 512}, "batch.row_length=512"),
-    "rows that do not divide": ({"batch__rows": 3, "mesh__fsdp": 2}, "batch.rows=3"),
+    "rows that do not divide": (
+        {"cpu_devices": 2, "batch__rows": 3, "mesh__fsdp": 2},
+        "batch.rows=3",
+    ),
+    "rows that the devices left do not divide": ({"cpu_devices": 3}, "batch.rows=2"),
+    "a mesh larger than the devices": ({"mesh__data": 2}, "mesh.data=2"),
+    "a mesh that does not fit the devices": (
+        {"cpu_devices": 2, "mesh__tensor": 3},
+        "mesh.data=1 mesh.fsdp=-1 mesh.tensor=3",
+    ),
+    "two sizes left open": ({"mesh__data": -1}, "mesh.data=-1"),
+    "mesh axis of no devices": ({"mesh__data": 0}, "mesh.data=0"),
     "mesh axis 0": ({"mesh__tensor": 0}, "mesh.tensor=0"),
     "no room for a prompt": (
         {"policy__context": 16, "rollout__action_tokens": 16},
@@ -154,6 +166,73 @@ def test_a_config_that_cannot_work_is_refused_in_one_line(case):
     assert message.startswith(start)
     assert "\n" not in message
     assert len(message) > len(start) + 10  # it says what was expected, too
+
+
+def without(section, name):
+    config = make_config()
+    del config[section][name]
+    return config
+
+
+def with_key(section, name):
+    config = make_config()
+    config[section][name] = 1
+    return config
+
+
+def retyped(section, name, value):
+    config = make_config()
+    with config.ignore_type():
+        config[section][name] = value
+    return config
+
+
+MISSHAPEN = {
+    "nothing returned": (lambda: None, "the configuration is None"),
+    "a dict": (lambda: config_lib.base().to_dict(), "the configuration is {"),
+    "no section": (lambda: config_dict.ConfigDict(), "algorithm: missing"),
+    "a missing key": (lambda: without("batch", "rows"), "batch.rows: missing"),
+    "an unknown key": (
+        lambda: with_key("batch", "row"),
+        "batch.row: unknown key; did you mean batch.rows?",
+    ),
+    "a text for a number": (lambda: retyped("batch", "rows", "two"), "batch.rows='two'"),
+    "a number for a text": (lambda: retyped("algorithm", "name", 3), "algorithm.name=3"),
+    "a fraction for a count": (lambda: retyped("batch", "rows", 2.0), "batch.rows=2.0"),
+    "a truth value for a count": (lambda: retyped("batch", "rows", True), "batch.rows=True"),
+    "None where it means nothing": (lambda: retyped("batch", "rows", None), "batch.rows=None"),
+    "an optional key of another type": (
+        lambda: retyped("budget", "updates", "ten"),
+        "budget.updates='ten': wrong type, expected an integer or None",
+    ),
+    "an empty path": (lambda: retyped("environment", "data", ""), "environment.data=''"),
+}
+
+
+@pytest.mark.parametrize("case", MISSHAPEN)
+def test_a_config_of_another_shape_is_refused_in_one_line(case):
+    make, start = MISSHAPEN[case]
+    with pytest.raises(config_lib.ConfigError) as raised:
+        resolve(make())
+    assert str(raised.value).startswith(start)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_whole_number_may_stand_for_a_fraction():
+    assert resolve(retyped("algorithm", "gamma", 1)).algorithm.gamma == 1
+
+
+def test_rows_of_cloning_divide_over_the_devices():
+    with pytest.raises(config_lib.ConfigError, match=r"warmstart\.rows=4: expected a multiple"):
+        resolve(make_config(cpu_devices=3), mode="warmstart")
+
+
+def test_where_there_may_be_an_accelerator_its_devices_decide(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
+    config = resolve(make_config(mesh__data=2))
+    config_lib.check_mesh(config, "train", devices=2)
+    with pytest.raises(config_lib.ConfigError, match="number of devices, 3"):
+        config_lib.check_mesh(config, "train", devices=3)
 
 
 def test_an_unknown_mode_is_refused():

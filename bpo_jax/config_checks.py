@@ -1,0 +1,377 @@
+"""What refuses a configuration that cannot work, before JAX is imported."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import math
+import numbers
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from ml_collections import config_dict
+
+from bpo_jax import estimators
+
+MODES = ("train", "eval", "warmstart")
+PLACEMENTS = ("threshold", "random", "none")
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work.
+
+    The message is one line: the key, its value, what was expected, what to do.
+    """
+
+
+def check_shape(config: Any, defaults: config_dict.ConfigDict, prefix: str = "") -> None:
+    """Checks that a config has the keys of `defaults` and no others, with values of their types.
+
+    ``environment.settings`` is the factory's: its keys may be others.
+
+    Raises:
+      ConfigError: no config at all, a key missing or unknown, or a value of another type.
+    """
+    if not isinstance(config, config_dict.ConfigDict):
+        where = prefix.rstrip(".") or "the configuration"
+        raise ConfigError(
+            f"{where} is {config!r}: expected a ConfigDict; get_config must return "
+            "bpo_jax.config.base() with its changes"
+        )
+    free = prefix == "environment.settings."
+    for name in config:
+        if name not in defaults and not free:
+            near = difflib.get_close_matches(name, list(defaults), n=1, cutoff=0.6)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(defaults)}"
+            raise ConfigError(f"{prefix}{name}: unknown key; {hint}")
+    for name in defaults:
+        key = prefix + name
+        if name not in config:
+            if free:
+                continue
+            raise ConfigError(f"{key}: missing; start get_config from bpo_jax.config.base()")
+        value, default = config[name], defaults[name]
+        if isinstance(default, config_dict.ConfigDict):
+            check_shape(value, default, f"{key}.")
+        elif not (value is None and default is None):
+            _check_type(key, value, defaults.get_type(name), optional=default is None)
+
+
+_TYPE_NAMES = {int: "an integer", float: "a number", bool: "True or False", str: "a text"}
+
+
+def _check_type(key: str, value: Any, kind: type, *, optional: bool) -> None:
+    accepted: tuple[type, ...] = {float: (int, float), tuple: (tuple, list)}.get(kind, (kind,))
+    if isinstance(value, accepted) and (kind is bool or not isinstance(value, bool)):
+        if kind is not str or value or key.startswith("environment.settings."):
+            return
+        raise ConfigError(f"{key}='': expected a text" + (", or None" if optional else ""))
+    expected = _TYPE_NAMES.get(kind, f"a {kind.__name__}") + (" or None" if optional else "")
+    raise ConfigError(f"{key}={value!r}: wrong type, expected {expected}")
+
+
+def validate(
+    config: config_dict.ConfigDict, defaults: config_dict.ConfigDict, *, mode: str = "train"
+) -> None:
+    """Checks a config without implied values left.
+
+    Raises:
+      ConfigError: the first thing found wrong, in one line.
+    """
+    if mode not in MODES:
+        raise ConfigError(f"--mode={mode}: expected one of {', '.join(MODES)}")
+    _numbers(config)
+    _environment(config)
+    _policy(config)
+    algorithm = algorithm_of(config)
+    _branching(config, algorithm)
+    _algorithm_settings(config, algorithm, defaults.algorithm)
+    if mode == "train":
+        _training(config)
+    _choices(config)
+    check_mesh(config, mode)
+
+
+def _fail(config: config_dict.ConfigDict, key: str, expected: str) -> None:
+    value: Any = config
+    for part in key.split("."):
+        value = value[part]
+    raise ConfigError(f"{key}={value!r}: {expected}")
+
+
+def algorithm_of(config: config_dict.ConfigDict) -> estimators.Algorithm:
+    """The algorithm that a config names.
+
+    Raises:
+      ConfigError: there is none of that name.
+    """
+    name = config.algorithm.name
+    if name not in estimators.ALGORITHMS:
+        known = ", ".join(sorted(estimators.ALGORITHMS))
+        raise ConfigError(f"algorithm.name={name!r}: unknown algorithm, expected one of {known}")
+    return estimators.ALGORITHMS[name]
+
+
+_AT_LEAST: dict[str, float] = {
+    "seed": 0, "cpu_devices": 1, "environment.max_turns": 1, "policy.context": 2,
+    "algorithm.roots": 1, "branching.forks_per_root": 0, "branching.forks_per_tree": 0,
+    "branching.siblings": 1, "branching.min_gap": 1, "branching.initial_threshold": 0,
+    "rollout.action_tokens": 1, "rollout.slots": 1, "rollout.retries": 0,
+    "rollout.invalid_penalty": 0, "loss.kl_weight": 0,
+    "loss.entropy_weight": 0, "loss.chunk": 1, "optimizer.warmup": 0, "optimizer.weight_decay": 0,
+    "optimizer.max_grad_norm": 0, "batch.tasks": 1, "batch.rows": 1, "batch.row_length": 128,
+    "batch.minibatches": 1, "batch.epochs": 1, "budget.updates": 1, "budget.decoded_tokens": 1,
+    "budget.returns": 1, "eval.tasks": 0, "eval.every": 0, "eval.step": 0, "eval.temperature": 0,
+    "checkpoint.every": 1, "checkpoint.keep": 1,
+    "warmstart.updates": 1, "warmstart.stop": 1, "warmstart.rows": 1,
+    "warmstart.row_length": 128, "warmstart.warmup": 0,
+    "warmstart.observation_weight": 0, "warmstart.vocab_size": 260,
+    "warmstart.tokenizer_chats": 1, "warmstart.checkpoint_every": 1,
+}  # fmt: skip
+_POSITIVE = (
+    "loss.clip_low", "loss.clip_high", "loss.normalizer", "optimizer.learning_rate",
+    "optimizer.eps", "algorithm.epsilon", "warmstart.learning_rate",
+)  # fmt: skip
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "algorithm.gamma": (lambda x: 0 < x <= 1, "in (0, 1]"),
+    "algorithm.flow_exponent": (lambda x: 0 <= x <= 1, "in [0, 1]"),
+    "branching.quantile": (lambda x: 0 < x < 1, "in (0, 1)"),
+    "warmstart.mistakes": (lambda x: 0 <= x < 1, "in [0, 1)"),
+    "branching.memory": (lambda x: 0 <= x < 1, "in [0, 1)"),
+    "loss.clip_low": (lambda x: 0 < x < 1, "in (0, 1)"),
+    "loss.dual_clip": (lambda x: x > 1, "greater than 1, or None for no bound"),
+    "optimizer.b1": (lambda x: 0 <= x < 1, "in [0, 1)"),
+    "optimizer.b2": (lambda x: 0 <= x < 1, "in [0, 1)"),
+}
+
+
+def _numbers(config: config_dict.ConfigDict) -> None:
+    for section, entries in config.items():
+        pairs = entries.items() if isinstance(entries, config_dict.ConfigDict) else [("", entries)]
+        for name, value in pairs:
+            if isinstance(value, numbers.Real) and not math.isfinite(value):
+                _fail(config, f"{section}.{name}".strip("."), "expected a finite number")
+
+    def value_of(key: str) -> Any:
+        section, _, name = key.partition(".")
+        return config[section][name] if name else config[section]
+
+    for key, least in _AT_LEAST.items():
+        value = value_of(key)
+        if value is not None and value < least:
+            _fail(config, key, f"expected {least} or more")
+    for key in _POSITIVE:
+        if value_of(key) <= 0:
+            _fail(config, key, "expected a number greater than 0")
+    for key, (holds, text) in _RANGES.items():
+        value = value_of(key)
+        if value is not None and not holds(value):
+            _fail(config, key, f"expected a number {text}")
+
+
+def _environment(config: config_dict.ConfigDict) -> None:
+    factory = config.environment.factory
+    module, colon, function = factory.partition(":")
+    try:
+        known = bool(colon and module and function) and importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        known = False
+    if not known:
+        _fail(
+            config, "environment.factory",
+            'expected "package.module:function" of an importable module',
+        )  # fmt: skip
+    data = config.environment.data
+    if data is not None and not pathlib.Path(data).is_dir():
+        _fail(
+            config, "environment.data",
+            "no such folder; give the folder of the downloaded data, or None for generated tasks",
+        )  # fmt: skip
+    try:
+        environment = make_environment(config)
+        for key in ("environment.train_split", "eval.split"):
+            section, name = key.split(".")
+            try:
+                environment.tasks(config[section][name], seed=config.seed)
+            except ValueError as error:
+                _fail(config, key, str(error))
+    except ConfigError:
+        raise
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"environment: {' '.join(str(error).split())}") from error
+
+
+def make_environment(config: config_dict.ConfigDict) -> Any:
+    """The environment of a config, a `bpo_jax.sandbox.api.Environment`.
+
+    It must be cheap to make: tasks are read when they are asked for.
+    """
+    module, _, function = config.environment.factory.partition(":")
+    settings = {
+        "data": config.environment.data,
+        "max_turns": config.environment.max_turns,
+        **config.environment.settings.to_dict(),
+    }
+    given = {name: value for name, value in settings.items() if value is not None}
+    return getattr(importlib.import_module(module), function)(**given)
+
+
+def _policy(config: config_dict.ConfigDict) -> None:
+    init, tokenizer = config.policy.init, config.policy.tokenizer
+    if tokenizer is not None and not pathlib.Path(tokenizer).is_dir():
+        _fail(config, "policy.tokenizer", "no such folder")
+    if init == "random":
+        return
+    if init.startswith("package:"):
+        folder = package_folder(init)
+        if not (folder / "model.safetensors").is_file():
+            have = sorted(p.parent.name for p in folder.parent.glob("*/model.safetensors"))
+            _fail(
+                config, "policy.init",
+                f"no such policy in the package, which has: {', '.join(have) or 'none'}",
+            )  # fmt: skip
+    elif not (pathlib.Path(init) / "config.json").is_file():
+        _fail(
+            config, "policy.init",
+            "expected random, package:<name>, or a folder with config.json and *.safetensors",
+        )  # fmt: skip
+
+
+def package_folder(init: str) -> pathlib.Path:
+    """The folder of a policy that is shipped with the package, of "package:<name>"."""
+    return pathlib.Path(__file__).parent / "assets" / init.removeprefix("package:")
+
+
+def _branching(config: config_dict.ConfigDict, algorithm: estimators.Algorithm) -> None:
+    branching, roots, name = config.branching, config.algorithm.roots, algorithm.name
+    allowed = [p for p in algorithm.placements if p in PLACEMENTS]
+    if branching.placement not in allowed:
+        _fail(
+            config, "branching.placement",
+            f"algorithm.name={name!r} expects one of {', '.join(allowed)}",
+        )  # fmt: skip
+    if branching.placement == "none":
+        never = f"algorithm.name={name!r} with placement 'none' never forks; leave it unset"
+        if branching.forks_per_root > 0:
+            _fail(config, "branching.forks_per_root", never)
+        if branching.siblings > 1:
+            _fail(config, "branching.siblings", never)
+    elif branching.siblings == 1 and (roots > 1 or branching.forks_per_root > 0):
+        _fail(
+            config, "branching.siblings",
+            "a fork needs 2 or more children; for no forks set branching.placement='none'"
+            + (f" (and algorithm.roots above 1, now {roots})" if roots == 1 else ""),
+        )  # fmt: skip
+    forks = branching.placement != "none" and branching.forks_per_root > 0
+    if roots == 1 and (not forks or branching.siblings == 1):
+        _fail(
+            config, "algorithm.roots",
+            f"algorithm.name={name!r} compares trajectories of one task, and here one alone would "
+            "start and none would fork; expected 2 or more",
+        )  # fmt: skip
+
+
+def _algorithm_settings(
+    config: config_dict.ConfigDict,
+    algorithm: estimators.Algorithm,
+    defaults: config_dict.ConfigDict,
+) -> None:
+    for name in ("flow_exponent", "shrinkage", "epsilon"):
+        if name not in algorithm.settings and config.algorithm[name] != defaults[name]:
+            _fail(
+                config, f"algorithm.{name}",
+                f"algorithm.name={algorithm.name!r} has no such setting; leave it unset",
+            )  # fmt: skip
+
+
+def _training(config: config_dict.ConfigDict) -> None:
+    rollout, batch, budget = config.rollout, config.batch, config.budget
+    if rollout.temperature <= 0:
+        _fail(
+            config, "rollout.temperature",
+            "training samples, so expected a number greater than 0 (eval.temperature may be 0)",
+        )  # fmt: skip
+    if budget.updates is None and budget.decoded_tokens is None and budget.returns is None:
+        raise ConfigError(
+            "budget: nothing is set, so the run would never end; set budget.updates, "
+            "budget.decoded_tokens or budget.returns"
+        )
+    if batch.tasks % batch.minibatches:
+        _fail(config, "batch.minibatches", f"expected a divisor of batch.tasks={batch.tasks}")
+    if batch.row_length % 128:
+        _fail(config, "batch.row_length", "expected a multiple of 128")
+    if batch.row_length < config.policy.context:
+        _fail(
+            config, "batch.row_length",
+            f"a branch of policy.context={config.policy.context} tokens must fit a row",
+        )  # fmt: skip
+    if config.policy.context <= rollout.action_tokens:
+        _fail(
+            config, "policy.context",
+            f"leaves no room for a prompt beside rollout.action_tokens={rollout.action_tokens}",
+        )  # fmt: skip
+    if config.optimizer.schedule == "cosine" and budget.updates is None:
+        _fail(config, "optimizer.schedule", "the cosine needs an end: set budget.updates")
+
+
+def _cpu_only() -> bool:
+    """Whether JAX will find nothing but a CPU, as far as one can tell without importing it."""
+    platforms = os.environ.get("JAX_PLATFORMS")
+    if platforms:
+        return platforms == "cpu"
+    return all(importlib.util.find_spec(name) is None for name in ("jax_plugins", "libtpu"))
+
+
+def check_mesh(config: config_dict.ConfigDict, mode: str, devices: int | None = None) -> None:
+    """Checks the sizes of the mesh and that the rows of a batch divide over it.
+
+    Args:
+      config: resolved or not.
+      mode: decides whose rows are spread.
+      devices: how many there are; None before JAX has been asked, where only a CPU's are known.
+
+    Raises:
+      ConfigError: a size that no mesh has, sizes that do not multiply to the number of devices, or
+        rows that do not divide.
+    """
+    sizes = config.mesh.to_dict()
+    for axis, size in sizes.items():
+        if size < 1 and size != -1:
+            _fail(config, f"mesh.{axis}", "expected a number of devices, or -1 for those left")
+    text = " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
+    left = [axis for axis, size in sizes.items() if size == -1]
+    if len(left) > 1:
+        raise ConfigError(f"{text}: only one size may be -1, the devices that are left")
+    if devices is None and _cpu_only():
+        devices = config.cpu_devices
+    if devices is not None:
+        given = math.prod(size for size in sizes.values() if size != -1)
+        if left and devices % given == 0:
+            sizes[left[0]] = devices // given
+        elif left or given != devices:
+            raise ConfigError(
+                f"{text}: expected sizes that multiply to the number of devices, {devices}; change "
+                "them, or cpu_devices where there is only a CPU"
+            )
+    ways = sizes["data"] * sizes["fsdp"]
+    key = {"train": "batch.rows", "warmstart": "warmstart.rows"}.get(mode)
+    if key and ways > 1:
+        section, _, name = key.partition(".")
+        if config[section][name] % ways:
+            _fail(config, key, f"expected a multiple of mesh.data x mesh.fsdp = {ways}")
+
+
+def _choices(config: config_dict.ConfigDict) -> None:
+    for key, allowed in {
+        "policy.dtype": ("float32", "bfloat16"),
+        "policy.param_dtype": ("float32", "bfloat16"),
+        "policy.remat": ("none", "dots", "full"),
+        "loss.kl_estimator": ("k1", "k2", "k3"),
+        "optimizer.schedule": ("constant", "cosine"),
+    }.items():
+        section, name = key.split(".")
+        if config[section][name] not in allowed:
+            _fail(config, key, f"expected one of {', '.join(allowed)}")
