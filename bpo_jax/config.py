@@ -8,6 +8,7 @@ checks everything, before JAX is imported and before anything is computed.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 from ml_collections import config_dict
 
@@ -153,6 +154,15 @@ def base() -> config_dict.ConfigDict:
     return config
 
 
+def check_shape(config: Any) -> None:
+    """Checks that `config` has the keys of `base()`, with values of their types.
+
+    Raises:
+      ConfigError: it has not.
+    """
+    checks.check_shape(config, base())
+
+
 def resolve(config: config_dict.ConfigDict, *, mode: str = "train") -> config_dict.ConfigDict:
     """A copy with implied values filled in, checked and locked.
 
@@ -163,7 +173,7 @@ def resolve(config: config_dict.ConfigDict, *, mode: str = "train") -> config_di
     Raises:
       ConfigError: the first thing found wrong, in one line.
     """
-    checks.check_shape(config, base())
+    check_shape(config)
     config = config_dict.ConfigDict(copy.deepcopy(config.to_dict()))
     algorithm = checks.algorithm_of(config)
     branching = config.branching

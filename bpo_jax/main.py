@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import importlib.machinery
+import importlib.util
 import os
 import pathlib
 import sys
@@ -41,56 +43,139 @@ def parse(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
       The flags, and the arguments that are none.
 
     Raises:
-      ConfigError: an unknown flag or key, a value of the wrong type, a file that is not there.
+      ConfigError: an unknown flag or key, a value of the wrong type, a file that cannot be loaded.
     """
-    overrides = [arg for arg in argv[1:] if _override_key(arg)]
-    plain = [arg for arg in argv if not _override_key(arg)]
-    # Without the overrides first: then a config that cannot be loaded and an override that does not
-    # fit it are two different complaints.
-    values, rest = _read(plain)
-    config = values["config"].value
-    if not overrides or config is None:
-        return values, rest
-    for override in overrides:
-        _check_key(config, _override_key(override))
-    return _read(argv)
-
-
-def _read(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
+    try:
+        lines = flags.FlagValues().read_flags_from_files(list(argv[1:]), force_gnu=False)
+    except flags.Error as error:
+        raise config_lib.ConfigError(f"--flagfile: {_one_line(error)}") from error
+    plain: list[str] = []
+    overrides: list[tuple[str, str]] = []
+    for argument in _joined(lines):
+        key = _override_key(argument)
+        if key is None:
+            plain.append(argument)
+        else:
+            overrides.append((key, argument))
     values = flags.FlagValues()
-    config_flags.DEFINE_config_file(
-        "config", None, "", lock_config=True, flag_values=values, sys_argv=list(argv)
-    )
-    flags.DEFINE_string("workdir", None, "", flag_values=values)
+    for name in ("config", "workdir"):
+        flags.DEFINE_string(name, None, "", flag_values=values)
     flags.DEFINE_string("mode", "train", "", flag_values=values)
     flags.DEFINE_bool("help", False, "", flag_values=values)
+    rest = _read(values, [argv[0], *plain])
+    file = values["config"].value
+    if file is not None:
+        del values.config
+        _override(values, load_config(file), overrides)
+    return values, rest
+
+
+def _override(
+    values: flags.FlagValues, config: config_dict.ConfigDict, overrides: list[tuple[str, str]]
+) -> None:
+    """Defines the flag ``config``: a configuration with the command line's changes."""
+    empty: dict[str, bool] = {}
+    for key, argument in overrides:
+        _check_key(config, key, argument)
+        empty[key] = argument.endswith("=None") and _may_be_none(key)
+    argv = ["", *(argument for key, argument in overrides if not empty[key])]
+    config_flags.DEFINE_config_dict(
+        "config", config, "", lock_config=True, flag_values=values, sys_argv=argv
+    )
+    _read(values, argv)
+    for key in (key for key, is_empty in empty.items() if is_empty):
+        section, _, name = key.rpartition(".")
+        place = config
+        for part in section.split("."):
+            place = place[part]
+        place[name] = None
+
+
+def _read(values: flags.FlagValues, argv: Sequence[str]) -> list[str]:
+    """Parses `argv` into `values`; returns what is no flag."""
     try:
-        rest = values(list(argv))
-        if values["config"].value is not None:
-            _ = values["config"].value.seed  # a file that failed to load says so on first use
+        return list(values(list(argv))[1:])
     except flags.IllegalFlagValueError as error:
-        raise config_lib.ConfigError(_illegal_value(str(error))) from error
+        raise config_lib.ConfigError(_illegal_value(_one_line(error))) from error
     except flags.Error as error:
-        raise config_lib.ConfigError(f"{error} (see --help)") from error
-    except OSError as error:
-        path = next(a.split("=", 1)[-1] for a in argv if a.lstrip("-").startswith("config="))
-        raise config_lib.ConfigError(f"--config={path}: no such file") from error
-    # What a config file raises while it is loaded may be anything.
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[-1]
+        raise config_lib.ConfigError(f"{_one_line(error)} (see --help)") from error
+    except (TypeError, ValueError) as error:  # of a value that its key's type cannot hold
+        raise config_lib.ConfigError(f"--config: {_one_line(error)}") from error
+
+
+def load_config(file: str) -> config_dict.ConfigDict:
+    """What ``get_config`` of ``FILE.py`` or ``FILE.py:ARGUMENT`` returns.
+
+    Raises:
+      ConfigError: there is no such file, it fails, or it returns no configuration.
+    """
+    name, colon, argument = file.partition(":")
+    path = pathlib.Path(name)
+    if not path.is_file():
+        raise config_lib.ConfigError(f"--config={name}: no such file")
+    try:
+        loader = importlib.machinery.SourceFileLoader("bpo_jax_config_file", str(path))
+        spec = importlib.util.spec_from_loader(loader.name, loader)
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+        config = module.get_config(argument) if colon else module.get_config()
+    except KeyboardInterrupt:
+        raise
+    # What a file of Python raises while it is loaded may be anything, sys.exit included.
+    except BaseException as error:
         raise config_lib.ConfigError(
-            f"--config cannot be loaded: {type(error).__name__}: {reason}"
+            f"--config={file}: cannot be loaded: {type(error).__name__}: {_one_line(error)}"
         ) from error
-    return values, rest[1:]
+    config_lib.check_shape(config)
+    return config
 
 
-def _override_key(argument: str) -> str:
-    """The key of ``--config.KEY=VALUE`` (or ``--noconfig.KEY``); empty for any other argument."""
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _joined(arguments: Sequence[str]) -> list[str]:
+    """``--name value`` as ``--name=value``, for every flag that takes a value."""
+    joined: list[str] = []
+    left = list(arguments)
+    while left:
+        argument = left.pop(0)
+        name = argument.lstrip("-")
+        key = _override_key(argument)
+        takes_value = name in ("config", "workdir", "mode") or (
+            key is not None and not isinstance(_default(key), bool) and not name.startswith("no")
+        )
+        wanting = argument.startswith("-") and "=" not in argument and takes_value
+        if wanting and left and not left[0].startswith("--"):
+            argument = f"{argument}={left.pop(0)}"
+        joined.append(argument)
+    return joined
+
+
+def _override_key(argument: str) -> str | None:
+    """The key of ``--config.KEY=VALUE`` (or ``--noconfig.KEY``); None for any other argument."""
     name = argument.partition("=")[0].lstrip("-").removeprefix("no")
-    return name.removeprefix("config.") if name.startswith("config.") else ""
+    if not argument.startswith("-") or not name.startswith("config."):
+        return None
+    return name.removeprefix("config.")
 
 
-def _check_key(config: config_dict.ConfigDict, key: str) -> None:
+def _default(key: str) -> Any:
+    """The default of a key; `key` itself where there is no such key."""
+    value: Any = config_lib.base()
+    for part in key.split("."):
+        if not isinstance(value, config_dict.ConfigDict) or part not in value:
+            return key
+        value = value[part]
+    return value
+
+
+def _may_be_none(key: str) -> bool:
+    return _default(key) is None
+
+
+def _check_key(config: config_dict.ConfigDict, key: str, argument: str) -> None:
     section: Any = config
     parts = key.split(".")
     for depth, part in enumerate(parts):
@@ -101,6 +186,10 @@ def _check_key(config: config_dict.ConfigDict, key: str) -> None:
             hint = f"did you mean {near[0]}?" if near else f"{where} has: {', '.join(known) or '-'}"
             raise config_lib.ConfigError(f"--config.{key}: unknown key; {hint}")
         section = section[part]
+    if isinstance(section, config_dict.ConfigDict):
+        raise config_lib.ConfigError(
+            f"{argument}: a section, not a value; set one of its keys: {', '.join(section)}"
+        )
 
 
 def _illegal_value(message: str) -> str:
@@ -114,15 +203,15 @@ def _illegal_value(message: str) -> str:
 
 
 def run(config: config_dict.ConfigDict, workdir: str, mode: str) -> int:
-    """Runs one mode; imports JAX, so everything that can be refused was refused before."""
+    """Runs one mode; imports JAX, so nearly all that can be refused was refused before."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", config.cpu_devices)
+    config_lib.check_mesh(config, mode, jax.device_count())
     if mode == "warmstart":
         from bpo_jax import warmstart
 
-        warmstart.run(config, workdir)
-        return 0
+        return 130 if warmstart.run(config, workdir)["status"] == "interrupted" else 0
     from bpo_jax import experiment
 
     if mode == "eval":
@@ -156,14 +245,15 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except config_lib.ConfigError as error:
-        print(f"bpo_jax: {error}", file=sys.stderr)
+        print(f"bpo_jax: {_one_line(error)}", file=sys.stderr)
         return 2
     except Exception as error:
         if getattr(error, "one_line", False) and not os.environ.get("BPO_JAX_TRACEBACK"):
-            print(f"bpo_jax: {error}", file=sys.stderr)
+            print(f"bpo_jax: {_one_line(error)}", file=sys.stderr)
         else:
             traceback.print_exc()
-        return 1
+        # By name: importing the class would import JAX for every refusal.
+        return 2 if type(error).__name__ == "ConfigMismatch" else 1
 
 
 def _make_workdir(workdir: str) -> None:
