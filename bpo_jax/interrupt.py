@@ -45,8 +45,8 @@ class Interrupt:
             yield
         finally:
             self._shielded = False
-        if self._pending:
-            self._pending = False
+            pending, self._pending = self._pending, False
+        if pending:
             raise KeyboardInterrupt
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

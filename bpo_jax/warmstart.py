@@ -11,6 +11,7 @@ in Hugging Face's format:
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -27,10 +28,11 @@ from ml_collections import config_dict
 import bpo_jax
 from bpo_jax import config as config_lib
 from bpo_jax import packing
-from bpo_jax.interrupt import Interrupt
+from bpo_jax.interrupt import Abort, Interrupt
 from bpo_jax.learner import checkpoint as checkpoint_lib
 from bpo_jax.learner import cloning
 from bpo_jax.learner import mesh as mesh_lib
+from bpo_jax.learner import update as update_lib
 from bpo_jax.models import decoder, policy, presets, tokenizer, weights
 from bpo_jax.report import console
 from bpo_jax.report import metrics as metrics_lib
@@ -52,7 +54,9 @@ Chat = Sequence[Mapping[str, Any]]
 
 
 def run(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
-    """Clones demonstrations into ``WORKDIR/policy``; resumes from ``WORKDIR/checkpoints``.
+    """Clones demonstrations into ``WORKDIR/policy``, from the newest checkpoint if there is one.
+
+    Checkpoints lie in ``WORKDIR/checkpoints-warmstart``.
 
     Args:
       config: resolved; ``config.warmstart`` says how much and how fast.
@@ -63,12 +67,12 @@ def run(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
 
     Raises:
       ConfigError: the chats cannot be read, or none of them fits a row.
+      NonFiniteGradients: many steps in a row could not be taken.
     """
     began = time.monotonic()
     settings = config.warmstart
     make_chats = _chat_source(config)
     start = _starting_policy(config, make_chats)
-    dialogue = Dialogue(start.tokenizer)
     cloner = cloning.make(
         start.config,
         learning_rate=settings.learning_rate,
@@ -79,61 +83,106 @@ def run(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
         mesh=mesh_lib.make_mesh(**config.mesh.to_dict()),
     )
     state = cloner.start(start.params)
+    # Not the folder a training run in the same workdir would look into.
     checkpoints = checkpoint_lib.Checkpoints(
-        pathlib.Path(workdir) / "checkpoints", keep=config.checkpoint.keep
+        pathlib.Path(workdir) / "checkpoints-warmstart", keep=config.checkpoint.keep
     )
     last = min(settings.stop or settings.updates, settings.updates)
-    learned = {name: value for name, value in settings.to_dict().items() if name != "stop"}
-    identity = {"warmstart": learned, "policy": config.policy.to_dict()}
-    identity |= {"environment": config.environment.to_dict(), "seed": config.seed}
-    found = checkpoints.restore(state, config=identity)
+    identity = _identity(config)
+    # Where `stop` was lowered, newer checkpoints are passed over.
+    found = checkpoints.restore(state, config=identity, latest=last)
     done, tokens = 0, 0
     if found is not None:
         done, state, record = found
         tokens = record["tokens"]
     metrics = metrics_lib.MetricsWriter(workdir, step=done, tensorboard=config.log.tensorboard)
     progress = console.Progress("warmstart", start=done / last)
-    batches = _batches(make_chats, dialogue, config)
+    fitting = Fitting()
+    batches = _batches(make_chats, Dialogue(start.tokenizer), config, fitting)
     sums: list[Any] = []
     status = "interrupted"
-    try:
-        with Interrupt():
-            coming = itertools.islice(batches, done, last)
-            for step, batch in enumerate(coming, done + 1):
-                state, numbers = cloner.step(state, cloner.put(batch))
-                sums.append(numbers)
-                done, tokens = step, tokens + int((batch.tree_id >= 0).sum())
-                if step % LOG_EVERY == 0 or step == last:
-                    means = cloning.means(sums)
-                    sums.clear()
-                    metrics.write("train", step, means | {"tokens": tokens})
-                    text = f"token probability {means['probability']:.1%} loss {means['loss']:.3f}"
-                    progress.show(step / last, text)
-                if step % settings.checkpoint_every == 0:
-                    checkpoints.save(step, state, {"config": identity, "tokens": tokens})
-        status = "finished"
-    except KeyboardInterrupt:
+
+    def save() -> None:
         checkpoints.save(done, state, {"config": identity, "tokens": tokens})
-        progress.say(f"interrupted after update {done}; the same command goes on from there")
-    finally:
-        progress.clear()
-        metrics.close()
+
+    def summary() -> dict[str, Any]:
+        return {
+            "status": status,
+            "seed": config.seed,
+            "updates": done,
+            "tokens": tokens,
+            "left_out": fitting.left_out,
+            "wall_seconds": time.monotonic() - began,
+            "version": bpo_jax.__version__,
+            "policy": str(folder),
+            "config": config.to_dict(),
+        }
+
     folder = pathlib.Path(workdir) / "policy"
-    summary = {
-        "status": status,
+    with Interrupt() as interrupt:
+        try:
+            warned = False
+            for batch in itertools.islice(batches, done, last):
+                if fitting.left_out and not warned:
+                    warned = True
+                    progress.say(fitting.warning(settings.row_length))
+                # The state is donated to each step: between a step and its count there is none.
+                with interrupt.shield():
+                    state, numbers = cloner.step(state, cloner.put(batch))
+                    sums.append(numbers)
+                    done, tokens = done + 1, tokens + int((batch.tree_id >= 0).sum())
+                    if done % LOG_EVERY == 0 or done == last:
+                        means = cloning.means(sums)
+                        _check(means, len(sums), done)
+                        sums.clear()
+                        metrics.write("train", done, means | {"tokens": tokens})
+                        chance = f"token probability {means['probability']:.1%}"
+                        progress.show(done / last, f"{chance} loss {means['loss']:.3f}")
+                    if done % settings.checkpoint_every == 0 or done == last:
+                        save()
+            status = "finished"
+        except Abort:
+            # Perhaps half a step has happened to the arrays: the last checkpoint stands.
+            done = max((step for step in checkpoints.steps() if step <= last), default=0)
+        except KeyboardInterrupt:
+            # A second signal leaves the last checkpoint standing.
+            with contextlib.suppress(KeyboardInterrupt), interrupt.shield():
+                save()
+            progress.say(f"interrupted after update {done}; the same command goes on from there")
+        finally:
+            progress.clear()
+            metrics.close()
+        with interrupt.shield():
+            if status == "finished":
+                counts = {"updates": done, "tokens": tokens, "left_out": fitting.left_out}
+                _export(folder, start, state.params, config, counts)
+                progress.say(
+                    f"policy: {folder}\nevaluate it: --mode=eval --config.policy.init={folder}"
+                )
+            result = summary()
+            metrics_lib.write_json(pathlib.Path(workdir) / metrics_lib.SUMMARY, result)
+    return result
+
+
+def _identity(config: config_dict.ConfigDict) -> dict[str, Any]:
+    """The part of a config that a checkpoint must agree with."""
+    free = ("stop", "checkpoint_every")
+    return {
+        "warmstart": {k: v for k, v in config.warmstart.to_dict().items() if k not in free},
+        "policy": config.policy.to_dict(),
+        "environment": config.environment.to_dict(),
+        "mesh": config.mesh.to_dict(),
+        "cpu_devices": config.cpu_devices,
         "seed": config.seed,
-        "updates": done,
-        "tokens": tokens,
-        "wall_seconds": time.monotonic() - began,
-        "version": bpo_jax.__version__,
-        "policy": str(folder),
-        "config": config.to_dict(),
     }
-    if status == "finished":
-        _export(folder, start, state.params, config, done, tokens)
-        progress.say(f"policy: {folder}\nevaluate it: --mode=eval --config.policy.init={folder}")
-    metrics_lib.write_json(pathlib.Path(workdir) / metrics_lib.SUMMARY, summary)
-    return summary
+
+
+def _check(means: dict[str, float], steps: int, done: int) -> None:
+    if means["skipped"] == steps:
+        raise update_lib.NonFiniteGradients(
+            f"update {done}: none of the last {steps} could be made, because their gradients are "
+            "not finite or nothing has a weight; lower warmstart.learning_rate or check the chats"
+        )
 
 
 # Demonstrations.
@@ -208,24 +257,19 @@ def read_chats(path: str) -> list[Chat]:
     """
     chats: list[Chat] = []
     try:
-        lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise config_lib.ConfigError(f"warmstart.data={path}: cannot be read ({error})") from error
+        # Not splitlines(): JSON may hold the other line ends of Unicode as they are.
+        lines = pathlib.Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        raise config_lib.ConfigError(
+            f"warmstart.data={path!r}: cannot be read ({error})"
+        ) from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         where = f"warmstart.data={path}, line {number}"
         try:
-            messages = json.loads(line)["messages"]
-            chat = [
-                {
-                    "role": str(m["role"]),
-                    "content": str(m["content"]),
-                    "weight": float(m.get("weight", 1)),
-                }
-                for m in messages
-            ]
-        except (ValueError, KeyError, TypeError) as error:
+            chat = [_message(m) for m in json.loads(line)["messages"]]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise config_lib.ConfigError(
                 f'{where}: expected {{"messages": [{{"role": ..., "content": ...}}, ...]}} '
                 f"({type(error).__name__}: {error})"
@@ -243,6 +287,18 @@ def read_chats(path: str) -> list[Chat]:
     if not chats:
         raise config_lib.ConfigError(f"warmstart.data={path}: holds no chat")
     return chats
+
+
+def _message(message: Any) -> dict[str, Any]:
+    role, content, weight = message["role"], message["content"], message.get("weight", 1)
+    if role not in ("system", "user", "assistant"):
+        raise ValueError(f"role {role!r} is none of system, user, assistant")
+    if not isinstance(content, str):
+        raise TypeError(f"content {content!r} is no text")
+    content.encode()  # half a surrogate pair is JSON, but no text a tokenizer takes
+    if not isinstance(weight, (int, float)) or not 0 <= weight <= 1:
+        raise ValueError(f"weight {weight!r} is no number from 0 to 1")
+    return {"role": role, "content": content, "weight": float(weight)}
 
 
 def chat_tree(chat: Chat, dialogue: Dialogue) -> tuple[Tree, packing.Weights]:
@@ -317,22 +373,44 @@ class _Start:
 def _starting_policy(config: config_dict.ConfigDict, make_chats: Any) -> _Start:
     """The policy to begin with; a random one without a tokenizer gets one made for the chats."""
     c = config.policy
-    if c.init != "random" or c.tokenizer is not None:
-        try:
+    source = policy.folder(c.preset)
+    own_words = c.tokenizer is not None or (source / "tokenizer.json").is_file()
+    try:
+        if c.init != "random" or own_words:
             loaded = policy.load(seed=config.seed, **c.to_dict())
-        except (ValueError, OSError) as error:
-            raise config_lib.ConfigError(f"policy: {error}") from error
-        return _Start(loaded.config, loaded.params, loaded.tokenizer)
+            return _Start(loaded.config, loaded.params, loaded.tokenizer)
+        model = weights.read_config(source) if source.is_dir() else presets.preset(c.preset)
+        model = dataclasses.replace(model, dtype=c.dtype, param_dtype=c.param_dtype, remat=c.remat)
+    except (ValueError, OSError) as error:
+        raise config_lib.ConfigError(f"policy: {' '.join(str(error).split())}") from error
+    if c.context > model.max_positions:
+        raise config_lib.ConfigError(
+            f"policy.context={c.context}: this model is made for {model.max_positions} positions"
+        )
     sample = itertools.islice(make_chats(), config.warmstart.tokenizer_chats)
     texts = [message["content"] for chat in sample for message in chat]
     words = tokenizer.train(texts, config.warmstart.vocab_size)
-    size = -(-len(words) // 128) * 128
-    model = dataclasses.replace(presets.PRESETS[c.preset], vocab_size=size)
+    model = dataclasses.replace(model, vocab_size=-(-len(words) // 128) * 128)
     return _Start(model, decoder.init(model, config.seed)[1], words)
 
 
+@dataclasses.dataclass
+class Fitting:
+    """How many demonstrations were read so far, and how many of them are longer than a row."""
+
+    read: int = 0
+    left_out: int = 0
+
+    def warning(self, row_length: int) -> str:
+        """What to say about those left out."""
+        return (
+            f"{self.left_out} of the first {self.read} demonstrations are left out: longer than "
+            f"warmstart.row_length={row_length}"
+        )
+
+
 def _batches(
-    make_chats: Any, dialogue: Dialogue, config: config_dict.ConfigDict
+    make_chats: Any, dialogue: Dialogue, config: config_dict.ConfigDict, fitting: Fitting
 ) -> Iterator[packing.TreeBatch]:
     """The endless, seeded stream of micro-batches; the n-th is the same in every run."""
     settings = config.warmstart
@@ -340,7 +418,9 @@ def _batches(
     chats = make_chats()
     while True:
         pairs = [chat_tree(chat, dialogue) for chat in itertools.islice(chats, CHUNK)]
+        fitting.read += len(pairs)
         pairs = [pair for pair in pairs if _length(pair[0]) <= settings.row_length]
+        fitting.left_out += CHUNK - len(pairs)
         if not pairs:
             raise config_lib.ConfigError(
                 f"warmstart.row_length={settings.row_length}: not one demonstration of {CHUNK} "
@@ -362,8 +442,7 @@ def _export(
     start: _Start,
     params: Any,
     config: config_dict.ConfigDict,
-    updates: int,
-    tokens: int,
+    counts: dict[str, int],
 ) -> None:
     weights.save(folder, start.config, jax.device_get(params), dtype="bfloat16")
     start.tokenizer.save_pretrained(folder)
@@ -372,8 +451,7 @@ def _export(
         "command": " ".join(["python -m bpo_jax.main", *given, "--workdir=DIR"]),
         "version": bpo_jax.__version__,
         "seed": config.seed,
-        "updates": updates,
-        "tokens": tokens,
+        **counts,
         "environment": config.environment.to_dict(),
         "warmstart": config.warmstart.to_dict(),
     }

@@ -86,7 +86,12 @@ class Checkpoints:
             raise
 
     def restore(
-        self, like: Any, *, config: dict[str, Any] | None = None, step: int | None = None
+        self,
+        like: Any,
+        *,
+        config: dict[str, Any] | None = None,
+        step: int | None = None,
+        latest: int | None = None,
     ) -> tuple[int, Any, dict[str, Any]] | None:
         """Reads the newest checkpoint that is whole.
 
@@ -97,9 +102,10 @@ class Checkpoints:
           like: pytree of arrays or shape structs with shardings: what is read, and where it goes.
           config: sections that must equal those in the record's ``config``; None for none.
           step: this checkpoint and no other.
+          latest: pass over checkpoints of later steps.
 
         Returns:
-          (step, state, record), or None where there is no checkpoint at all.
+          (step, state, record), or None where there is no checkpoint to choose from.
 
         Raises:
           ConfigMismatch: it belongs to another policy or algorithm; names the first difference.
@@ -111,6 +117,8 @@ class Checkpoints:
             raise CheckpointError(
                 f"{self.directory}: no checkpoint of step {step}; there are: {have}"
             )
+        if latest is not None:
+            steps = [s for s in steps if s <= latest]
         failure: Exception | None = None
         for candidate in reversed(steps):
             try:

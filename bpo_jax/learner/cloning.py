@@ -26,7 +26,8 @@ class Cloner:
     Attributes:
       start: params -> a fresh `LearnerState` that owns a copy of them.
       put: batch -> the same on devices.
-      step: (state, batch) -> (state, sums); donates the state. `means` makes numbers of the sums.
+      step: (state, batch) -> (state, sums); donates the state, which comes back unchanged where the
+        gradient is not finite or there is nothing to learn. `means` makes numbers of the sums.
     """
 
     start: Callable[[Any], update_lib.LearnerState]
@@ -88,12 +89,17 @@ def make(
 
     def step(state: update_lib.LearnerState, batch: TreeBatch) -> Any:
         grads, sums = gradient(state.params, batch)
-        grads = jax.tree.map(lambda g: g / sums[1], grads)
+        weight = sums[1]
+        grads = jax.tree.map(lambda g: g / jnp.where(weight > 0, weight, 1.0), grads)
+        usable = jnp.isfinite(optax.tree.norm(grads)) & (weight > 0)
         changes, opt_state = transform.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, changes)
-        return update_lib.LearnerState(
-            params=params, opt_state=opt_state, step=state.step + 1
-        ), sums
+        stepped = update_lib.LearnerState(
+            params=optax.apply_updates(state.params, changes),
+            opt_state=opt_state,
+            step=state.step + 1,
+        )
+        kept = jax.tree.map(lambda new, old: jnp.where(usable, new, old), stepped, state)
+        return kept, jnp.append(jnp.where(usable, sums, 0.0), 1.0 - usable)
 
     def start(params: Any) -> update_lib.LearnerState:
         return update_lib.LearnerState(
@@ -114,11 +120,16 @@ def make(
 def means(sums: Sequence[jax.Array]) -> dict[str, float]:
     """``loss``, and of action tokens alone ``loss/action`` and ``probability``, all per token.
 
-    The probability is the geometric mean.
+    The probability is the geometric mean. ``skipped`` counts steps that left the policy as it was;
+    they count nowhere else, and what no step is left for is NaN.
     """
-    loss, weight, action_loss, actions = np.sum(jax.device_get(list(sums)), axis=0)
+    loss, weight, action_loss, actions, skipped = map(
+        float, np.sum(jax.device_get(list(sums)), axis=0)
+    )
+    action_mean = action_loss / actions if actions else float("nan")
     return {
-        "loss": float(loss / weight),
-        "loss/action": float(action_loss / actions),
-        "probability": float(np.exp(-action_loss / actions)),
+        "loss": loss / weight if weight else float("nan"),
+        "loss/action": action_mean,
+        "probability": float(np.exp(-action_mean)),
+        "skipped": skipped,
     }
