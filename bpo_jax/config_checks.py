@@ -6,7 +6,6 @@ import difflib
 import importlib
 import importlib.util
 import math
-import numbers
 import os
 import pathlib
 from collections.abc import Callable
@@ -14,10 +13,15 @@ from typing import Any
 
 from ml_collections import config_dict
 
-from bpo_jax import estimators
+from bpo_jax import estimators, packaged
 
 MODES = ("train", "eval", "warmstart")
 PLACEMENTS = ("threshold", "random", "none")
+PRESETS = (
+    "tiny", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b",
+    "qwen2.5-32b", "qwen2.5-72b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b", "llama-3.2-3b",
+)  # fmt: skip
+"""The names in `bpo_jax.models.presets`, which cannot be imported without JAX."""
 
 
 class ConfigError(ValueError):
@@ -84,13 +88,16 @@ def validate(
     if mode not in MODES:
         raise ConfigError(f"--mode={mode}: expected one of {', '.join(MODES)}")
     _numbers(config)
-    _environment(config)
+    environment = _environment(config)
     _policy(config)
     algorithm = algorithm_of(config)
-    _branching(config, algorithm)
+    _branching(config, algorithm, defaults.branching, environment.max_turns)
     _algorithm_settings(config, algorithm, defaults.algorithm)
+    _sampling(config)
     if mode == "train":
         _training(config)
+    if mode == "warmstart":
+        _warmstart(config)
     _choices(config)
     check_mesh(config, mode)
 
@@ -131,6 +138,14 @@ _AT_LEAST: dict[str, float] = {
     "warmstart.observation_weight": 0, "warmstart.vocab_size": 260,
     "warmstart.tokenizer_chats": 1, "warmstart.checkpoint_every": 1,
 }  # fmt: skip
+_AT_MOST: dict[str, float] = {
+    "seed": 2**32 - 1, "cpu_devices": 1024, "rollout.retries": 1000, "rollout.slots": 2**20,
+    "batch.tasks": 2**20, "batch.rows": 2**20, "batch.row_length": 2**24, "policy.context": 2**24,
+    "warmstart.rows": 2**20, "warmstart.row_length": 2**24, "warmstart.vocab_size": 2**24,
+    "branching.siblings": 2**16, "algorithm.roots": 2**16, "checkpoint.keep": 2**20,
+    "budget.decoded_tokens": 2**63 - 1, "budget.returns": 2**63 - 1,
+}  # fmt: skip
+_MOST_WHOLE, _MOST = 2**31 - 1, 1e30  # of all others: what 32 bits hold
 _POSITIVE = (
     "loss.clip_low", "loss.clip_high", "loss.normalizer", "optimizer.learning_rate",
     "optimizer.eps", "algorithm.epsilon", "warmstart.learning_rate",
@@ -152,8 +167,14 @@ def _numbers(config: config_dict.ConfigDict) -> None:
     for section, entries in config.items():
         pairs = entries.items() if isinstance(entries, config_dict.ConfigDict) else [("", entries)]
         for name, value in pairs:
-            if isinstance(value, numbers.Real) and not math.isfinite(value):
-                _fail(config, f"{section}.{name}".strip("."), "expected a finite number")
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            key = f"{section}.{name}".strip(".")
+            if not math.isfinite(value):
+                _fail(config, key, "expected a finite number")
+            most = _AT_MOST.get(key, _MOST_WHOLE if isinstance(value, int) else _MOST)
+            if abs(value) > most:
+                _fail(config, key, f"expected {most} or less")
 
     def value_of(key: str) -> Any:
         section, _, name = key.partition(".")
@@ -172,7 +193,7 @@ def _numbers(config: config_dict.ConfigDict) -> None:
             _fail(config, key, f"expected a number {text}")
 
 
-def _environment(config: config_dict.ConfigDict) -> None:
+def _environment(config: config_dict.ConfigDict) -> Any:
     factory = config.environment.factory
     module, colon, function = factory.partition(":")
     try:
@@ -184,6 +205,15 @@ def _environment(config: config_dict.ConfigDict) -> None:
             config, "environment.factory",
             'expected "package.module:function" of an importable module',
         )  # fmt: skip
+    try:
+        found = getattr(importlib.import_module(module), function, None)
+    except Exception as error:  # whatever a module raises while it is imported
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(
+            f"environment.factory={factory!r}: {module} cannot be imported: {reason}"
+        ) from error
+    if not callable(found):
+        _fail(config, "environment.factory", f"{module} has no function {function!r}")
     data = config.environment.data
     if data is not None and not pathlib.Path(data).is_dir():
         _fail(
@@ -192,6 +222,14 @@ def _environment(config: config_dict.ConfigDict) -> None:
         )  # fmt: skip
     try:
         environment = make_environment(config)
+        if not callable(getattr(environment, "tasks", None)):
+            _fail(
+                config, "environment.factory",
+                "expected a function that returns a bpo_jax.sandbox.api.Environment, not a "
+                + type(environment).__name__,
+            )  # fmt: skip
+        if config.eval.tasks == 0 and config.eval.split == config.environment.train_split:
+            _fail(config, "eval.tasks", f"all of the endless split {config.eval.split!r}; set some")
         for key in ("environment.train_split", "eval.split"):
             section, name = key.split(".")
             try:
@@ -200,8 +238,9 @@ def _environment(config: config_dict.ConfigDict) -> None:
                 _fail(config, key, str(error))
     except ConfigError:
         raise
-    except (OSError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:  # whatever a factory raises
         raise ConfigError(f"environment: {' '.join(str(error).split())}") from error
+    return environment
 
 
 def make_environment(config: config_dict.ConfigDict) -> Any:
@@ -221,17 +260,20 @@ def make_environment(config: config_dict.ConfigDict) -> Any:
 
 def _policy(config: config_dict.ConfigDict) -> None:
     init, tokenizer = config.policy.init, config.policy.tokenizer
-    if tokenizer is not None and not pathlib.Path(tokenizer).is_dir():
+    if tokenizer is not None and not packaged.folder(tokenizer).is_dir():
         _fail(config, "policy.tokenizer", "no such folder")
     if init == "random":
-        return
-    if init.startswith("package:"):
-        folder = package_folder(init)
-        if not (folder / "model.safetensors").is_file():
-            have = sorted(p.parent.name for p in folder.parent.glob("*/model.safetensors"))
+        preset = config.policy.preset
+        if preset not in PRESETS and not (packaged.folder(preset) / "config.json").is_file():
+            _fail(
+                config, "policy.preset",
+                f"expected a folder with config.json, or one of {', '.join(PRESETS)}",
+            )  # fmt: skip
+    elif init.startswith(packaged.PREFIX):
+        if init not in packaged.names():
             _fail(
                 config, "policy.init",
-                f"no such policy in the package, which has: {', '.join(have) or 'none'}",
+                f"no such policy in the package, which has: {', '.join(packaged.names())}",
             )  # fmt: skip
     elif not (pathlib.Path(init) / "config.json").is_file():
         _fail(
@@ -240,12 +282,12 @@ def _policy(config: config_dict.ConfigDict) -> None:
         )  # fmt: skip
 
 
-def package_folder(init: str) -> pathlib.Path:
-    """The folder of a policy that is shipped with the package, of "package:<name>"."""
-    return pathlib.Path(__file__).parent / "assets" / init.removeprefix("package:")
-
-
-def _branching(config: config_dict.ConfigDict, algorithm: estimators.Algorithm) -> None:
+def _branching(
+    config: config_dict.ConfigDict,
+    algorithm: estimators.Algorithm,
+    defaults: config_dict.ConfigDict,
+    max_turns: int,
+) -> None:
     branching, roots, name = config.branching, config.algorithm.roots, algorithm.name
     allowed = [p for p in algorithm.placements if p in PLACEMENTS]
     if branching.placement not in allowed:
@@ -259,18 +301,24 @@ def _branching(config: config_dict.ConfigDict, algorithm: estimators.Algorithm) 
             _fail(config, "branching.forks_per_root", never)
         if branching.siblings > 1:
             _fail(config, "branching.siblings", never)
+        for key in (key for key in defaults if key not in ("placement", "siblings")):
+            if key != "forks_per_root" and branching[key] != defaults[key]:
+                _fail(config, f"branching.{key}", never)
     elif branching.siblings == 1 and (roots > 1 or branching.forks_per_root > 0):
         _fail(
             config, "branching.siblings",
             "a fork needs 2 or more children; for no forks set branching.placement='none'"
             + (f" (and algorithm.roots above 1, now {roots})" if roots == 1 else ""),
         )  # fmt: skip
-    forks = branching.placement != "none" and branching.forks_per_root > 0
-    if roots == 1 and (not forks or branching.siblings == 1):
+    alone = f"algorithm.name={name!r} compares trajectories of one task, and with one root "
+    if roots == 1 and (branching.placement == "none" or branching.forks_per_root == 0):
+        _fail(config, "algorithm.roots", alone + "none would fork; expected 2 or more")
+    if roots == 1 and branching.forks_per_tree == 0:
+        _fail(config, "branching.forks_per_tree", alone + "none would fork; expected 1 or more")
+    if roots == 1 and branching.min_gap >= max_turns:
         _fail(
-            config, "algorithm.roots",
-            f"algorithm.name={name!r} compares trajectories of one task, and here one alone would "
-            "start and none would fork; expected 2 or more",
+            config, "branching.min_gap",
+            alone + f"none would fork; expected less than the {max_turns} turns of a trajectory",
         )  # fmt: skip
 
 
@@ -287,13 +335,30 @@ def _algorithm_settings(
             )  # fmt: skip
 
 
-def _training(config: config_dict.ConfigDict) -> None:
-    rollout, batch, budget = config.rollout, config.batch, config.budget
-    if rollout.temperature <= 0:
+def _sampling(config: config_dict.ConfigDict) -> None:
+    if config.rollout.temperature <= 0:
         _fail(
             config, "rollout.temperature",
             "training samples, so expected a number greater than 0 (eval.temperature may be 0)",
         )  # fmt: skip
+    if config.policy.context <= config.rollout.action_tokens:
+        _fail(
+            config, "policy.context",
+            "leaves no room for a prompt beside rollout.action_tokens="
+            f"{config.rollout.action_tokens}",
+        )  # fmt: skip
+
+
+def _warmstart(config: config_dict.ConfigDict) -> None:
+    settings = config.warmstart
+    if settings.data is not None and not pathlib.Path(settings.data).is_file():
+        _fail(config, "warmstart.data", "no such file; give one of chats, or None for the expert")
+    if settings.row_length % 128:
+        _fail(config, "warmstart.row_length", "expected a multiple of 128")
+
+
+def _training(config: config_dict.ConfigDict) -> None:
+    batch, budget = config.batch, config.budget
     if budget.updates is None and budget.decoded_tokens is None and budget.returns is None:
         raise ConfigError(
             "budget: nothing is set, so the run would never end; set budget.updates, "
@@ -307,11 +372,6 @@ def _training(config: config_dict.ConfigDict) -> None:
         _fail(
             config, "batch.row_length",
             f"a branch of policy.context={config.policy.context} tokens must fit a row",
-        )  # fmt: skip
-    if config.policy.context <= rollout.action_tokens:
-        _fail(
-            config, "policy.context",
-            f"leaves no room for a prompt beside rollout.action_tokens={rollout.action_tokens}",
         )  # fmt: skip
     if config.optimizer.schedule == "cosine" and budget.updates is None:
         _fail(config, "optimizer.schedule", "the cosine needs an end: set budget.updates")

@@ -27,7 +27,7 @@ def get_config(arg: str = "tiny") -> config_dict.ConfigDict:
         raise ValueError(f"configs/alfworld.py:{policy}: expected one of {', '.join(POLICIES)}")
     config = config_lib.base()
     # Without the variable: a folder that is not there, which is refused with a clear line.
-    config.environment.data = os.environ.get("ALFWORLD_DATA", "$ALFWORLD_DATA (not set)")
+    config.environment.data = os.environ.get("ALFWORLD_DATA") or "$ALFWORLD_DATA (not set)"
     config.eval.split = "valid_seen"
     config.eval.tasks = 0
     config.eval.every = 20

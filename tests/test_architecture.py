@@ -30,6 +30,7 @@ FLOORS = {
     "packing": 2,
     "tree": 1,
     "ledger": 1,
+    "packaged": 1,
     "interrupt": 1,
 }
 """A part imports only from lower floors."""

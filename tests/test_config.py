@@ -6,7 +6,8 @@ import pytest
 from ml_collections import config_dict
 
 from bpo_jax import config as config_lib
-from bpo_jax import estimators
+from bpo_jax import config_checks, estimators
+from bpo_jax.models import presets
 
 
 def make_config(**changes):
@@ -153,6 +154,42 @@ BAD = {
         "optimizer.schedule='cosine'",
     ),
     "negative seed": ({"seed": -1}, "seed=-1"),
+    "seed beyond 32 bits": ({"seed": 2**32}, "seed=4294967296"),
+    "a count beyond 32 bits": ({"budget__updates": 2**31}, "budget.updates=2147483648"),
+    "absurdly many devices": ({"cpu_devices": 10**6}, "cpu_devices=1000000"),
+    "absurd learning rate": ({"optimizer__learning_rate": 1e300}, "optimizer.learning_rate=1e+300"),
+    "a factory that its module lacks": (
+        {"environment__factory": "bpo_jax.environments.alfworld:fake"},
+        "environment.factory='bpo_jax.environments.alfworld:fake': bpo_jax.environments",
+    ),
+    "a factory that is no function": (
+        {"environment__factory": "bpo_jax.tree:__name__"},
+        "environment.factory='bpo_jax.tree:__name__': bpo_jax.tree has no function",
+    ),
+    "a factory of something else": (
+        {"environment__factory": "builtins:dict"},
+        "environment.factory='builtins:dict': expected a function that returns",
+    ),
+    "all of an endless split": ({"eval__split": "train", "eval__tasks": 0}, "eval.tasks=0"),
+    "empty name of a packaged policy": ({"policy__init": "package:"}, "policy.init='package:'"),
+    "unknown preset": ({"policy__preset": "gpt"}, "policy.preset='gpt'"),
+    "missing tokenizer": ({"policy__tokenizer": "/no/words"}, "policy.tokenizer='/no/words'"),
+    "no fork in a tree and one root": (
+        {"algorithm__roots": 1, "branching__forks_per_tree": 0},
+        "branching.forks_per_tree=0",
+    ),
+    "no turn to fork at and one root": (
+        {"algorithm__roots": 1, "environment__max_turns": 4, "branching__min_gap": 4},
+        "branching.min_gap=4",
+    ),
+    "a flat algorithm with a quantile": (
+        {"algorithm__name": "rloo", "branching__quantile": 0.5},
+        "branching.quantile=0.5",
+    ),
+    "no placement but nesting": (
+        {"branching__placement": "none", "branching__nested": True},
+        "branching.nested=True",
+    ),
     "no checkpoint kept": ({"checkpoint__keep": 0}, "checkpoint.keep=0"),
 }
 
@@ -238,6 +275,24 @@ def test_where_there_may_be_an_accelerator_its_devices_decide(monkeypatch):
 def test_an_unknown_mode_is_refused():
     with pytest.raises(config_lib.ConfigError, match="expected one of train, eval, warmstart"):
         resolve(make_config(), mode="serve")
+
+
+CLONING = {
+    "warmstart.data": ("/no/chats.jsonl", "no such file"),
+    "warmstart.row_length": (500, "expected a multiple of 128"),
+    "rollout.temperature": (0.0, "expected a number greater than 0"),
+}
+
+
+@pytest.mark.parametrize("key", CLONING)
+def test_cloning_that_cannot_work_is_refused(key):
+    value, reason = CLONING[key]
+    with pytest.raises(config_lib.ConfigError, match=f"{key}={value!r}: .*{reason}"):
+        resolve(make_config(**{key.replace(".", "__"): value}), mode="warmstart")
+
+
+def test_the_presets_that_are_accepted_are_those_there_are():
+    assert list(config_checks.PRESETS) == list(presets.PRESETS)
 
 
 def test_evaluation_may_be_greedy_and_needs_no_budget():

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 from typing import TYPE_CHECKING
 
 from flax import nnx
 
 from bpo_jax.models import decoder, presets, weights
 from bpo_jax.models import tokenizer as tokenizer_lib
+from bpo_jax.packaged import folder as folder
 
 if TYPE_CHECKING:
     import transformers
 
-PACKAGED = pathlib.Path(__file__).parents[1] / "assets"
 DEFAULT_TOKENIZER = "package:quickstart"
 
 
@@ -33,13 +32,6 @@ class Policy:
     graphdef: nnx.GraphDef
     params: decoder.Params
     tokenizer: transformers.PreTrainedTokenizerBase
-
-
-def folder(name: str) -> pathlib.Path:
-    """The folder of "package:<name>", which is shipped with bpo_jax, or `name` as a path."""
-    if name.startswith("package:"):
-        return PACKAGED / name.removeprefix("package:")
-    return pathlib.Path(name)
 
 
 def load(

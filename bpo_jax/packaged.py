@@ -1,0 +1,20 @@
+"""Where the policies lie that are shipped with the package; JAX-free, so that names are checked."""
+
+from __future__ import annotations
+
+import pathlib
+
+PREFIX = "package:"
+ASSETS = pathlib.Path(__file__).parent / "assets"
+
+
+def folder(name: str) -> pathlib.Path:
+    """The folder of "package:<name>", which is shipped with bpo_jax, or `name` as a path."""
+    if name.startswith(PREFIX):
+        return ASSETS / name.removeprefix(PREFIX)
+    return pathlib.Path(name)
+
+
+def names() -> list[str]:
+    """The policies that are shipped, as "package:<name>"."""
+    return sorted(PREFIX + path.parent.name for path in ASSETS.glob("*/model.safetensors"))
