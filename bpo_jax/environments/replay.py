@@ -38,7 +38,7 @@ def read_recording(path: str) -> Any:
         return json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise BadRecording(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise BadRecording(f"{path} is not JSON: {error}") from error
 
 

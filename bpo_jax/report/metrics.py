@@ -7,28 +7,70 @@ as if the run had never stopped.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 
 
+class ReportError(RuntimeError):
+    """A file of a run cannot be read or written; the message names it."""
+
+    one_line = True  # the message says everything; a traceback would only hide it
+
+
+@contextlib.contextmanager
+def _named(path: pathlib.Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ReportError(
+            f"{path}: {error.strerror or error}; free space or mend the folder, then resume with "
+            "the same command"
+        ) from error
+
+
 def read(path: str | pathlib.Path) -> list[dict[str, Any]]:
-    """The records of a ``metrics.jsonl``; a last line torn by a crash is left out."""
+    """The records of a ``metrics.jsonl``; a last line torn by a crash is left out.
+
+    Raises:
+      ReportError: the file cannot be read, or a line of it is no record.
+    """
     path = pathlib.Path(path)
     records: list[dict[str, Any]] = []
     if not path.exists():
         return records
-    for line in path.read_text(encoding="utf-8").splitlines():
+    with _named(path):
+        content = path.read_bytes()
+    lines = content.split(b"\n")
+    for number, line in enumerate(lines, 1):
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+            record = json.loads(line.decode("utf-8"))
+        except (RecursionError, ValueError) as error:
+            if number == len(lines):  # without a line's end: torn, or nothing
+                break
+            raise _no_record(path, number) from error
+        if (
+            not isinstance(record, dict)
+            or type(record.get("step")) is not int
+            or not isinstance(record.get("kind"), str)
+        ):
+            raise _no_record(path, number)
+        records.append(record)
     return records
+
+
+def _no_record(path: pathlib.Path, number: int) -> ReportError:
+    return ReportError(
+        f"{path}: line {number} is no record with step and kind; move the file away, or start in "
+        "another folder"
+    )
 
 
 def write_json(path: str | pathlib.Path, content: Any) -> None:
@@ -52,7 +94,8 @@ class MetricsWriter:
         _replace(self.path, "".join(map(_line, kept)))
         self.evaluated = {record["step"] for record in kept if record["kind"] == "eval"}
         """Steps that have an evaluation on record."""
-        self._file = self.path.open("a", encoding="utf-8")
+        with _named(self.path):
+            self._file = self.path.open("a", encoding="utf-8")
         self._events = None
         if tensorboard:
             import tensorboardX  # half a second, and only needed here
@@ -66,8 +109,9 @@ class MetricsWriter:
             for name, value in values.items()
             if not (isinstance(value, float) and not math.isfinite(value))
         }
-        self._file.write(_line({"step": step, "kind": kind, **finite}))
-        self._file.flush()
+        with _named(self.path):
+            self._file.write(_line({"step": step, "kind": kind, **finite}))
+            self._file.flush()
         if kind == "eval":
             self.evaluated.add(step)
         if self._events is not None:
@@ -88,8 +132,9 @@ def _line(record: dict[str, Any]) -> str:
 
 def _replace(path: pathlib.Path, text: str) -> None:
     partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    with _named(path):
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)

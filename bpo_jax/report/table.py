@@ -42,7 +42,7 @@ def _row(summary: dict[str, Any]) -> tuple[str, ...]:
     before, after = (summary.get(f"eval/success_{when}") for when in ("initial", "final"))
     points = "-" if before is None or after is None else f"{100 * (after - before):+.1f}"
     return (
-        summary["algorithm"],
+        str(summary["algorithm"]),
         str(summary["seed"]),
         _share(summary, "initial"),
         _share(summary, "final"),
@@ -68,14 +68,21 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__)
         return 0 if argv else 2
+    unknown = [argument for argument in argv if argument.startswith("-")]
+    if unknown:
+        print(f"{unknown[0]}: unknown flag; expected folders of runs", file=sys.stderr)
+        return 2
     summaries = []
     for folder in argv:
         path = pathlib.Path(folder) / "summary.json"
         try:
             summary = json.loads(path.read_text(encoding="utf-8"))
             _row(summary)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = f"{type(error).__name__}: {error}"
+        # AttributeError: the summary, or a part of it, is no object.
+        except (
+            AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError
+        ) as error:  # fmt: skip
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             print(f"{path}: not the summary of a training run ({reason})", file=sys.stderr)
             return 2
         summaries.append(summary)

@@ -2,6 +2,9 @@
 
 import json
 import math
+import pathlib
+
+import pytest
 
 from bpo_jax.report import metrics as metrics_lib
 from bpo_jax.report.metrics import MetricsWriter
@@ -50,6 +53,43 @@ def test_a_line_torn_by_a_crash_is_dropped(tmp_path):
     assert metrics_lib.read(path) == [{"step": 1, "kind": "train"}]
     open_writer(tmp_path, step=5).write("train", 2, {})
     assert [r["step"] for r in metrics_lib.read(path)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[1]\n",
+        b"3\n",
+        b'{"step": 1}\n',
+        b'{"step": "1", "kind": "train"}\n',
+        b"\xff\xfe\x00\n",
+        b'{"ste\n{"step": 1, "kind": "train"}\n',
+        b"[" * 100_000 + b"\n",
+    ],
+)
+def test_a_file_of_something_else_is_refused_by_line(content, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(metrics_lib.ReportError, match=r"metrics\.jsonl: line 1 is no record"):
+        metrics_lib.read(path)
+    assert path.read_bytes() == content
+    assert metrics_lib.ReportError.one_line
+
+
+def test_a_file_that_cannot_be_read_or_written_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(metrics_lib.ReportError, match=r"metrics\.jsonl: Is a directory"):
+        metrics_lib.read(tmp_path / "metrics.jsonl")
+    with pytest.raises(metrics_lib.ReportError, match=r"summary\.json: No such file"):
+        metrics_lib.write_json(tmp_path / "gone" / "summary.json", {})
+
+
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_line(tmp_path):
+    writer = open_writer(tmp_path)
+    writer._file = open("/dev/full", "a", encoding="utf-8")  # noqa: SIM115
+    with pytest.raises(metrics_lib.ReportError, match="No space left"):
+        writer.write("train", 1, {})
 
 
 def test_event_files_are_written(tmp_path):

@@ -50,3 +50,23 @@ def test_a_damaged_summary_is_named(tmp_path, capsys):
     (tmp_path / "summary.json").write_text('{"algorithm": ')
     assert table.main([str(tmp_path)]) == 2
     assert "summary.json" in capsys.readouterr().err
+
+
+def test_an_unknown_flag_is_refused(capsys):
+    assert table.main(["--sort=seed"]) == 2
+    assert "--sort=seed: unknown flag" in capsys.readouterr().err
+
+
+def test_a_summary_of_another_shape_is_named_in_one_line(tmp_path, capsys):
+    for content in ("[]", "3", "[" * 100_000, json.dumps(SUMMARY | {"ledger": []})):
+        (tmp_path / "summary.json").write_text(content)
+        assert table.main([str(tmp_path)]) == 2
+        error = capsys.readouterr().err
+        assert "summary.json: not the summary" in error
+        assert error.count("\n") == 1
+
+
+def test_a_name_that_is_no_text_is_shown(tmp_path, capsys):
+    (tmp_path / "summary.json").write_text(json.dumps(SUMMARY | {"algorithm": 7}))
+    assert table.main([str(tmp_path)]) == 0
+    assert "| 7 " in capsys.readouterr().out

@@ -42,6 +42,8 @@ _SPELLED = (("_bar_", "|"), ("_minus_", "-"), ("_plus_", "+"), ("_dot_", "."), (
 class GameFileError(ValueError):
     """A game or its folder cannot be used; the message names it and says what is needed."""
 
+    one_line = True  # the message says everything; a traceback would only hide it
+
 
 def data_folder(data: str | os.PathLike[str] | None = None) -> pathlib.Path:
     """The folder that holds `json_2.1.1`: `data`, or else what `ALFWORLD_DATA` says.
@@ -82,7 +84,8 @@ def find_games(split: str, data: str | os.PathLike[str] | None = None) -> list[p
     found = [
         path
         for path in sorted(folder.glob(f"*/*/{GAME_FILE}"))
-        if not any(word in str(path.parent.relative_to(folder)) for word in ("movable", "Sliced"))
+        if path.is_file()
+        and not any(word in str(path.parent.relative_to(folder)) for word in ("movable", "Sliced"))
         and not _UNSOLVABLE.search(path.read_bytes())
     ]
     if not found:
@@ -107,7 +110,7 @@ def load_game(path: str | os.PathLike[str]) -> Game:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise GameFileError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise GameFileError(
             f"{path} is not whole JSON ({error}); fetch it again: needed are {NEEDED}"
         ) from error
@@ -118,7 +121,9 @@ def load_game(path: str | os.PathLike[str]) -> Game:
         return _read(data, path)
     except Unsupported as error:
         raise GameFileError(f"{path} cannot be played: {error}; needed are {NEEDED}") from error
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except (
+        AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError
+    ) as error:  # fmt: skip
         raise GameFileError(
             f"{path} cannot be played: its PDDL or grammar is malformed ({error!r}); "
             f"needed are {NEEDED}"

@@ -75,6 +75,8 @@ def test_an_unknown_split_is_refused(tmp_path: pathlib.Path) -> None:
     [
         (whole()[:100], "not whole JSON"),
         ("", "not whole JSON"),
+        ("[" * 100_000, "not whole JSON"),
+        (whole(pddl_problem="(" * 100_000), "cannot be played"),
         (json.dumps({"grammar": ""}), "lacks pddl_domain, pddl_problem"),
         ("[]", "lacks pddl_domain"),
         (whole(), "lacks the action"),
@@ -94,6 +96,16 @@ def test_a_file_that_is_no_such_game_is_named_with_the_release_needed(
     assert str(path) in message
     assert "2.1.2 or newer" in message
     assert "\n" not in message
+
+
+def test_a_folder_in_place_of_a_game_is_named(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "json_2.1.1" / "valid_seen" / TASK / "trial_1" / loader.GAME_FILE
+    path.mkdir(parents=True)
+    with pytest.raises(loader.GameFileError, match=r"game\.tw-pddl: Is a directory"):
+        loader.load_game(path)
+    with pytest.raises(loader.GameFileError, match="alfworld-download"):
+        loader.find_games("valid_seen", tmp_path)
+    assert loader.GameFileError.one_line
 
 
 def test_a_missing_file_is_named(tmp_path: pathlib.Path) -> None:
