@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 from bpo_jax.models.tree_attention import Implementation
 
 Remat = Literal["none", "dots", "full"]
+
+
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
+    "head_dim", "max_positions",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +69,14 @@ class DecoderConfig:
     attention: Implementation = "auto"
 
     def __post_init__(self) -> None:
+        for name in _SIZES:
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name}={value!r}: expected a whole number of 1 or more")
+        for name in ("rope_theta", "rms_norm_eps"):
+            value = getattr(self, name)
+            if not math.isfinite(value) or value <= 0:
+                raise ValueError(f"{name}={value!r}: expected a finite number greater than 0")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads="
@@ -84,8 +99,20 @@ class DecoderConfig:
           **overrides: fields of the result to set, e.g. ``dtype``.
 
         Raises:
-          ValueError: a model type or an option that this decoder does not compute.
+          ValueError: no such file's contents: no object, a field missing or of another type; or a
+            model type or an option that this decoder does not compute.
         """
+        if not isinstance(config, dict):
+            raise ValueError(f"expected a JSON object, not {type(config).__name__}")
+        try:
+            return cls(**(cls._fields(config) | overrides))
+        except KeyError as error:
+            raise ValueError(f"field {error} is missing") from error
+        except (AttributeError, TypeError, ZeroDivisionError, OverflowError) as error:
+            raise ValueError(f"a field has another type than expected: {error}") from error
+
+    @staticmethod
+    def _fields(config: dict[str, Any]) -> dict[str, Any]:
         kind = config.get("model_type")
         if kind not in ("qwen2", "llama"):
             raise ValueError(f"model_type={kind!r}: this decoder computes qwen2 and llama")
@@ -94,7 +121,7 @@ class DecoderConfig:
         rope = config.get("rope_parameters") or {}
         scaling = config.get("rope_scaling") or rope
         heads = config["num_attention_heads"]
-        fields: dict[str, Any] = {
+        return {
             "vocab_size": config["vocab_size"],
             "hidden_size": config["hidden_size"],
             "intermediate_size": config["intermediate_size"],
@@ -109,7 +136,6 @@ class DecoderConfig:
             "qkv_bias": kind == "qwen2" or bool(config.get("attention_bias", False)),
             "max_positions": int(config.get("max_position_embeddings", 32_768)),
         }
-        return cls(**(fields | overrides))
 
     def to_hf(self) -> dict[str, Any]:
         """The ``config.json`` with which transformers builds the same model."""

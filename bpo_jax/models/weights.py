@@ -10,6 +10,7 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -106,7 +107,8 @@ def load(
 
     Raises:
       FileNotFoundError: no such folder or no weights in it.
-      ValueError: only pickled weights, or tensors missing, left over or of another shape.
+      ValueError: only pickled weights; a damaged file; or tensors missing, left over, of another
+        shape, not of floats or not finite.
     """
     folder = pathlib.Path(path)
     if config is None:
@@ -134,14 +136,33 @@ def read_config(path: str | pathlib.Path) -> DecoderConfig:
 
     Raises:
       FileNotFoundError: no ``config.json`` in the folder.
+      ValueError: it cannot be read, or describes no model that `Decoder` computes.
     """
     file = pathlib.Path(path) / CONFIG
     if not file.is_file():
         raise FileNotFoundError(f"{path}: no {CONFIG}; expected the folder of a saved model")
-    raw = json.loads(file.read_text())
+    raw = _json_object(file)
     saved = raw.get("torch_dtype") or raw.get("dtype") or "float32"
     param_dtype = saved if saved in ("float32", "bfloat16") else "float32"
-    return DecoderConfig.from_hf(raw, param_dtype=param_dtype)
+    try:
+        return DecoderConfig.from_hf(raw, param_dtype=param_dtype)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _json_object(path: pathlib.Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+      ValueError: the file cannot be read or holds something else; the message names it.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: cannot be read as JSON ({error}); fetch it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, not {type(content).__name__}")
+    return content
 
 
 def save(
@@ -180,7 +201,9 @@ class _Reader:
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder}: no such folder")
         if (folder / INDEX).is_file():
-            where = json.loads((folder / INDEX).read_text())["weight_map"]
+            where = _json_object(folder / INDEX).get("weight_map")
+            if not isinstance(where, dict) or not all(isinstance(n, str) for n in where.values()):
+                raise ValueError(f"{folder / INDEX}: no weight_map of tensors to files")
             files = sorted(set(where.values()))
         elif (folder / SINGLE).is_file():
             files = [SINGLE]
@@ -195,19 +218,46 @@ class _Reader:
         missing = [name for name in files if not (folder / name).is_file()]
         if missing:
             raise FileNotFoundError(f"{folder}: {INDEX} names {missing}, which are not there")
-        self.files = {n: safetensors.safe_open(str(folder / n), framework="numpy") for n in files}
+        self.files = {name: self._open(folder / name) for name in files}
         self.where = {key: name for name, file in self.files.items() for key in file.keys()}  # noqa: SIM118
+
+    @staticmethod
+    def _open(file: pathlib.Path) -> Any:
+        try:
+            return safetensors.safe_open(str(file), framework="numpy")
+        except (OSError, safetensors.SafetensorError) as error:
+            raise ValueError(
+                f"{file}: damaged or no safetensors file ({error}); fetch it again"
+            ) from error
 
     def take(self, entry: _Entry, dtype: np.dtype) -> np.ndarray:
         if entry.name not in self.where:
             raise ValueError(f"{self.folder}: tensor {entry.name} is missing")
-        value = self.files[self.where.pop(entry.name)].get_tensor(entry.name)
+        file = self.where.pop(entry.name)
+        try:
+            value = self.files[file].get_tensor(entry.name)
+        except (TypeError, ValueError, safetensors.SafetensorError) as error:
+            raise ValueError(
+                f"{self.folder / file}: tensor {entry.name} cannot be read ({error})"
+            ) from error
         if value.shape != entry.shape:
             raise ValueError(
                 f"{self.folder}: tensor {entry.name} has shape {value.shape}, the configuration "
                 f"asks for {entry.shape}"
             )
-        return entry.read(value).astype(dtype)
+        # NumPy itself does not count bfloat16 as a float.
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            raise ValueError(
+                f"{self.folder / file}: tensor {entry.name} holds {value.dtype}; expected floats, "
+                "so convert a quantised model first"
+            )
+        # In the dtype it is used in: a value may fit the file's and not this one.
+        value = entry.read(value).astype(dtype)
+        if not np.isfinite(value).all():
+            raise ValueError(
+                f"{self.folder / file}: tensor {entry.name} has values that are not finite"
+            )
+        return value
 
     def refuse_rest(self, *, tied: bool) -> None:
         """Some writers store a tied head a second time, and old ones the rotary frequencies."""

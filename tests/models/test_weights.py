@@ -113,6 +113,58 @@ def test_what_this_decoder_does_not_compute_is_refused(change, message):
         DecoderConfig.from_hf(QWEN.to_hf() | change)
 
 
+def cut(folder, name):
+    (folder / name).write_bytes((folder / name).read_bytes()[:50])
+
+
+def put(name, text):
+    return lambda folder: (folder / name).write_text(text)
+
+
+def fields(**changes):
+    return put(weights.CONFIG, json.dumps(QWEN.to_hf() | changes))
+
+
+def fill(name, value):
+    def change(content):
+        content[name] = np.full_like(content[name], value, dtype=np.asarray(value).dtype)
+
+    return lambda folder: rewrite(folder, change)
+
+
+DAMAGES = {
+    "a cut file of weights": (lambda f: cut(f, weights.SINGLE), weights.SINGLE),
+    "a text for weights": (put(weights.SINGLE, "version https://git-lfs"), weights.SINGLE),
+    "cut JSON": (lambda f: cut(f, weights.CONFIG), weights.CONFIG),
+    "a list for a configuration": (put(weights.CONFIG, "[]"), "expected a JSON object, not list"),
+    "deep JSON": (put(weights.CONFIG, "[" * 100_000), weights.CONFIG),
+    "a missing field": (
+        put(weights.CONFIG, '{"model_type": "qwen2"}'),
+        "'num_attention_heads' is missing",
+    ),
+    "a text for a size": (fields(hidden_size="64"), "hidden_size='64'"),
+    "no heads": (fields(num_attention_heads=0), weights.CONFIG),
+    "a list for a number": (fields(rope_theta=[1]), weights.CONFIG),
+    "a text for a rotary scaling": (fields(rope_scaling="llama3"), weights.CONFIG),
+    "negative layers": (fields(num_hidden_layers=-1), "num_layers=-1"),
+    "a cut index": (put(weights.INDEX, '{"weight_map": '), weights.INDEX),
+    "an index without a map": (put(weights.INDEX, '{"files": []}'), "no weight_map"),
+    "whole numbers": (fill("model.norm.weight", 1), "holds int64; expected floats"),
+    "not a number": (fill("model.norm.weight", np.float32("nan")), "model.norm.weight has values"),
+    "infinity": (fill("model.norm.weight", np.float32("inf")), "model.norm.weight has values"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_a_damaged_folder_is_refused_by_name(case, saved):
+    damage, message = DAMAGES[case]
+    damage(saved)
+    with pytest.raises(ValueError, match=str(saved)) as raised:
+        weights.load(saved)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_survives_the_way_through_config_json(name):
     assert DecoderConfig.from_hf(json.loads(json.dumps(PRESETS[name].to_hf()))) == PRESETS[name]
