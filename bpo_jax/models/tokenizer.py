@@ -71,14 +71,30 @@ def load(path: str | pathlib.Path) -> transformers.PreTrainedTokenizerFast:
     """Loads a fast tokenizer from a folder or a hub id.
 
     Raises:
-      ValueError: the tokenizer has no chat template, without which an agent cannot hold a dialogue.
+      ValueError: its files are missing or damaged, or it has no chat template that renders a
+        dialogue, without which an agent cannot hold one.
     """
     # The class a model's config.json implies would put its own splitting of words in the place of
     # the one in tokenizer.json, and ids would silently differ from those the policy was trained on.
-    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(str(path))
+    try:
+        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(str(path))
+    # The library raises bare Exceptions of its Rust half, and TypeErrors for JSON of another shape.
+    except Exception as error:
+        raise ValueError(
+            f"tokenizer {path}: tokenizer.json or tokenizer_config.json is missing or damaged "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); fetch them again"
+        ) from error
     if not tokenizer.chat_template:
         raise ValueError(
             f"tokenizer {path}: no chat template; use an instruct model's tokenizer, or put a "
             "chat_template into its tokenizer_config.json"
         )
+    greeting = [{"role": "user", "content": "hello"}]
+    try:
+        tokenizer.apply_chat_template(greeting, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # of Jinja, or what the template does
+        raise ValueError(
+            f"tokenizer {path}: its chat template cannot be used ({type(error).__name__}: "
+            f"{' '.join(str(error).split())}); mend chat_template in tokenizer_config.json"
+        ) from error
     return tokenizer
