@@ -7,6 +7,7 @@ conversations of placeholders and looking at what stands between them.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,8 @@ class Dialogue:
 
     def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
+        # Encoding changes a fast tokenizer's settings, and engines run in threads.
+        self._lock = threading.Lock()
         self._special = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
         start = [{"role": "user", "content": _USER}]
         opened = self.render(start)
@@ -104,13 +107,15 @@ class Dialogue:
         ids = [int(i) for i in token_ids]
         if ids and ids[-1] == self.stop_id:
             ids.pop()
-        return self.tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        with self._lock:
+            return self.tokenizer.decode(
+                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
 
     def _holds_special(self, text: str) -> bool:
         return any(s in text for s in self._special)
 
     def _encode(self, text: str, *, plain: bool = False) -> np.ndarray:
-        ids = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=plain)
+        with self._lock:
+            ids = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=plain)
         return np.array(ids, np.int32)

@@ -15,6 +15,8 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
+import logging
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +28,8 @@ from bpo_jax.rollout.dialogue import Dialogue
 from bpo_jax.rollout.engine import Branch, Engine, Turn
 from bpo_jax.sandbox import api
 from bpo_jax.tree import Action, Decision, End, Tree
+
+logger = logging.getLogger(__name__)
 
 WAITING: Branch = -1
 
@@ -41,7 +45,8 @@ class Limits:
         room for a full turn left ends as truncated.
       retries: how often a broken sandbox is rebuilt for one action before the leaf is masked.
       invalid_penalty: subtracted from the reward of a turn in which no action can be read, or whose
-        action the sandbox refuses (``info["invalid"]``).
+        action the sandbox refuses (``info["invalid"]``); what the environment itself charges for
+        the first comes on top.
     """
 
     max_turns: int
@@ -136,23 +141,31 @@ class Grower:
           ledger: what is spent is added to it.
 
         Returns:
-          Trees in the order of `tasks`. A task whose sandbox could not be started gives a tree
-          without actions, and ``info["error"]`` says why.
-
-        Raises:
-          ValueError: a prompt that leaves no room for a turn.
+          Trees in the order of `tasks`. A task whose sandbox could not be started, or whose prompt
+          leaves no room for a turn, gives a tree without actions, and ``info["error"]`` says why.
         """
         seeded = list(zip(tasks, _task_seeds(tasks, seed), strict=True))
         ways = min(len(self.engines), max(len(tasks), 1))
-        growths = []
+        growths: list[_Growth] = []
+        stopped = threading.Event()
         for part, engine in enumerate(self.engines[:ways]):
             engine.temperature = temperature
-            growths.append(_Growth(self, engine, seeded[part::ways], roots, rule, Ledger()))
+            growths.append(_Growth(self, engine, seeded[part::ways], roots, rule, stopped))
         if ways == 1:
             grown = [growths[0].run()]
         else:
             with concurrent.futures.ThreadPoolExecutor(ways) as pool:
-                grown = list(pool.map(_Growth.run, growths))
+                under_way = [pool.submit(growth.run) for growth in growths]
+                try:
+                    # The first to fail ends the wait, wherever it stands.
+                    first = concurrent.futures.FIRST_EXCEPTION
+                    for future in concurrent.futures.wait(under_way, return_when=first).done:
+                        future.result()
+                    grown = [future.result() for future in under_way]
+                except BaseException:
+                    # The pool waits for its threads: let them end with the round they are in.
+                    stopped.set()
+                    raise
         trees: list[Tree] = [grown[i % ways][i // ways] for i in range(len(tasks))]
         for growth in growths:
             ledger.add(growth.ledger)
@@ -169,7 +182,7 @@ class _Growth:
         tasks: Sequence[tuple[api.Task, int]],
         roots: int,
         rule: Branching,
-        ledger: Ledger,
+        stopped: threading.Event,
     ):
         self.environment = grower.environment
         self.backend = grower.backend
@@ -179,15 +192,18 @@ class _Growth:
         self.max_turns = min(grower.limits.max_turns, grower.environment.max_turns)
         self.roots = roots
         self.rule = rule
-        self.ledger = ledger
+        self.stopped = stopped
+        self.ledger = Ledger()
         self.trees: list[Tree] = []
         self.queue = collections.deque(tasks)
         self.waiting: collections.deque[_Line] = collections.deque()
         self.live: list[_Line] = []
 
     def run(self) -> list[Tree]:
-        while self.queue or self.waiting or self.live:
+        while (self.queue or self.waiting or self.live) and not self.stopped.is_set():
             self._admit()
+            if not self.live:
+                continue  # no task that was let in could be started
             # Siblings join `live` as they are made; they have nothing to be decided or computed.
             present = list(self.live)
             entropies = self.engine.prefill([line.handle for line in present])
@@ -247,10 +263,13 @@ class _Growth:
             return None
         ids = self.dialogue.prompt_ids(self.environment.prompt(task, first.observation))
         if len(ids) + self.limits.max_turn_tokens > self.limits.context:
-            raise ValueError(
-                f"task {task.id}: a prompt of {len(ids)} tokens leaves no room for a turn of "
+            tree.info["error"] = (
+                f"a prompt of {len(ids)} tokens leaves no room for a turn of "
                 f"{self.limits.max_turn_tokens} in a context of {self.limits.context}"
             )
+            logger.warning("task %s is left out: %s", task.id, tree.info["error"])
+            _close(line.sandbox)
+            return None
         tree.root.context_ids = ids
         tree.root.observation = first.observation
         tree.info["seed"] = seed
@@ -346,7 +365,7 @@ class _Growth:
         command = self.environment.parse(action.text)
         if isinstance(command, api.InvalidAction):
             action.info["invalid"] = True
-            action.reward = -self.limits.invalid_penalty
+            action.reward = -self.limits.invalid_penalty - command.penalty
             return api.StepResult(observation=command.reason)
         try:
             result = self._step(line, command)

@@ -81,7 +81,7 @@ def sample_turns(
       key_b2: of each row, see `uniforms`.
       enough: rows that may be left unfinished.
     """
-    head_dv = model.head_dv()
+    head_dv, blocks = model.head_dv(), model.blocks()
     b = start_b.shape[0]
 
     def body(carry):
@@ -103,7 +103,7 @@ def sample_turns(
         live_b = live_b & (token_b != stop_id) & (made.counts < limit_b)
 
         def advance(rows):
-            hidden_bsd, layers = model.decode(token_b[:, None], position_b, rows.layers)
+            hidden_bsd, layers = model.decode(token_b[:, None], position_b, rows.layers, blocks)
             # A row that sits out keeps the state from which it will be sampled.
             hidden_bd = jnp.where(live_b[:, None], hidden_bsd[:, 0], rows.hidden)
             return Rows(layers=layers, hidden=hidden_bd)

@@ -45,9 +45,15 @@ class StepResult:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InvalidAction:
-    """What a turn is when no action can be read from it; `reason` is shown to the policy."""
+    """What a turn is when no action can be read from it.
+
+    Attributes:
+      reason: shown to the policy.
+      penalty: what such a turn costs by the rules of the task.
+    """
 
     reason: str
+    penalty: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

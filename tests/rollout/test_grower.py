@@ -1,10 +1,15 @@
 """Trees are grown predictably, completely and reproducibly."""
 
+import dataclasses
+import time
+
 import numpy as np
 import pytest
 
 from bpo_jax.ledger import Ledger
 from bpo_jax.rollout.branching import Branching
+from bpo_jax.rollout.engine import Turn
+from bpo_jax.sandbox import api
 from tests.rollout import toys
 
 
@@ -208,8 +213,22 @@ def test_limits_of_turns_and_of_context_are_outcomes():
             assert used <= 24
             cut += pairs[-1][1].end == "truncated"
     assert cut > 0
-    with pytest.raises(ValueError, match="leaves no room"):
-        toys.grow(n=1, context=8)
+
+
+def test_a_prompt_that_leaves_no_room_gives_a_tree_without_actions(monkeypatch, caplog):
+    environment = toys.ScriptedEnvironment()
+    prompt = environment.prompt
+
+    def longer(task, first_observation):
+        return prompt(task, first_observation + " 5" * 100 * (task.id == "task-1"))
+
+    monkeypatch.setattr(environment, "prompt", longer)
+    trees = toys.grow(n=3, environment=environment)
+    assert [bool(t.root.actions) for t in trees] == [True, False, True]
+    assert "leaves no room" in trees[1].info["error"]
+    assert "task-1" in caplog.text
+    [alone] = toys.grow(n=1, context=8)
+    assert not alone.root.actions
 
 
 def test_a_turn_without_an_action_is_answered_with_the_reason_and_pays_the_penalty():
@@ -223,6 +242,74 @@ def test_a_turn_without_an_action_is_answered_with_the_reason_and_pays_the_penal
         assert action.reward == -0.25
         assert action.next is None or action.next.observation == "13"
     assert ledger.sandbox_steps == len(actions) - len(invalid)
+
+
+def test_an_unreadable_turn_pays_what_the_environment_charges_as_well(monkeypatch):
+    environment = toys.ScriptedEnvironment(invalid_every=3)
+    parse = environment.parse
+
+    def charged(text):
+        command = parse(text)
+        if isinstance(command, api.InvalidAction):
+            return dataclasses.replace(command, penalty=0.5)
+        return command
+
+    monkeypatch.setattr(environment, "parse", charged)
+    trees = toys.grow(n=3, environment=environment, invalid_penalty=0.25)
+    paid = {a.reward for t in trees for a in t.actions() if a.info.get("invalid")}
+    assert paid == {-0.75}
+
+
+def test_two_engines_grow_the_trees_that_one_grows():
+    first, second = toys.shared_engine(), toys.make_engine()
+    one, two = (
+        [[(a.token_ids.tolist(), a.end, a.reward) for a in t.actions()] for t in trees]
+        for trees in (toys.grow(n=3), toys.grow(n=3, engines=[first, second]))
+    )
+    assert one == two
+
+
+class Endless:
+    """An engine of one branch that never comes to an end; it stands in for a long evaluation."""
+
+    def __init__(self, error=None):
+        self.error, self.free_slots, self.rounds = error, 1, 0
+
+    def open(self, ids, seed):
+        self.free_slots = 0
+        return 0
+
+    def prefill(self, branches):
+        self.rounds += 1
+        if self.error and self.rounds == 3:
+            raise self.error
+        return [0.5] * len(branches)
+
+    def sample(self, branches, limits):
+        time.sleep(0.001)
+        one = np.zeros(1, np.float32)
+        ids = np.array([5], np.int32)
+        return [Turn(token_ids=ids, logprobs=one, entropies=one, finish="length")]
+
+    def extend(self, branch, ids):
+        pass
+
+    def length(self, branch):
+        return 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError()])
+@pytest.mark.parametrize("place", [0, 1])
+def test_what_stops_one_engine_stops_the_others_within_a_round(error, place):
+    environment = toys.ScriptedEnvironment(invalid_every=1)  # no turn ends a trajectory
+    environment.max_turns = 10**9
+    engines = [Endless(), Endless()]
+    engines[place].error = error
+    with pytest.raises(type(error)):
+        toys.grow(
+            n=2, roots=1, rule=toys.branching(placement="none"), environment=environment,
+            engines=engines, max_turns=10**9,
+        )  # fmt: skip
 
 
 def test_a_turn_cut_at_its_limit_gets_the_stop_token_into_the_context():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from flax import nnx
 from bpo_jax.ledger import Ledger
 from bpo_jax.models import decoder
 from bpo_jax.rollout.branching import Branching, BranchingConfig
-from bpo_jax.rollout.engine import DenseEngine
+from bpo_jax.rollout.engine import DenseEngine, Engine
 from bpo_jax.rollout.grower import Grower, Limits
 from bpo_jax.sandbox.api import InfraError, InvalidAction, StepResult, Task
 from bpo_jax.tree import Action, Decision, Tree
@@ -200,6 +201,7 @@ def grow(
     roots: int = 2,
     rule: Branching | None = None,
     engine: DenseEngine | None = None,
+    engines: Sequence[Engine] = (),
     environment: ScriptedEnvironment | None = None,
     seed: int = 0,
     ledger: Ledger | None = None,
@@ -210,7 +212,7 @@ def grow(
     grower = Grower(
         environment=environment,
         backend=environment,
-        engines=[engine or shared_engine()],
+        engines=engines or [engine or shared_engine()],
         dialogue=NumberDialogue(),
         limits=Limits(**({"max_turns": 6, "max_turn_tokens": 6, "context": 96} | limits)),
     )

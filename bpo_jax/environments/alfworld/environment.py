@@ -123,8 +123,11 @@ class AlfworldEnvironment:
         return [{"role": "user", "content": "\n\n".join(parts)}]
 
     def parse(self, text: str) -> str | api.InvalidAction:
-        """The command in a turn of the protocol."""
-        return self.rules.parse(text)
+        """The command in a turn of the protocol; an unreadable one has the protocol's penalty."""
+        command = self.rules.parse(text)
+        if isinstance(command, api.InvalidAction):
+            return dataclasses.replace(command, penalty=self.rules.invalid_penalty)
+        return command
 
     def turn(self, command: str, thought: str = "") -> str:
         """A turn that `parse` reads as the command; what a policy is cloned from."""
