@@ -26,10 +26,9 @@ LOG_RATIO_LIMIT = 20.0
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
 SUMS = (
-    "policy", "kl", "tokens", "entropy", "clipped", "approx_kl", "reference_kl", "ratio",
-    "ratio_squared", "gap",
+    "policy", "tokens", "entropy", "clipped", "approx_kl", "ratio", "ratio_squared", "gap",
 )  # fmt: skip
-"""What `tree_loss` adds up beside the loss."""
+REFERENCE_SUMS = ("kl", "reference_kl")
 
 
 class LossTokens(Protocol):
@@ -71,6 +70,11 @@ class LossSettings:
     kl_weight: float = 0.0
     kl_estimator: str = "k2"
     entropy_weight: float = 0.0
+
+
+def sum_names(settings: LossSettings) -> tuple[str, ...]:
+    """What `tree_loss` adds up beside the loss; the reference only where there is one."""
+    return SUMS + REFERENCE_SUMS if settings.kl_weight else SUMS
 
 
 def surrogate(
@@ -141,13 +145,13 @@ def tree_loss(
     ratio_bt = jnp.exp(jnp.clip(gap_bt, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     policy = -total(weight_bt * surrogate(ratio_bt, batch.advantage, settings))
     entropy = total(weight_bt * entropy_bt)
-    kl = jnp.zeros((), policy.dtype)
-    reference_kl = jnp.zeros((), policy.dtype)
+    loss = policy - settings.entropy_weight * entropy
+    reference = {}
     if settings.kl_weight:
         drift_bt = jnp.where(mask_bt, logprob_bt - batch.reference_logprob, 0.0)
         kl = total(weight_bt * kl_estimate(drift_bt, settings.kl_estimator))
-        reference_kl = total(kl_estimate(drift_bt, "k3"))
-    loss = policy + settings.kl_weight * kl - settings.entropy_weight * entropy
+        loss += settings.kl_weight * kl
+        reference = {"kl": kl, "reference_kl": total(kl_estimate(drift_bt, "k3"))}
 
     above_bt = (batch.advantage > 0) & (ratio_bt > 1.0 + settings.clip_high)
     below_bt = (batch.advantage < 0) & (ratio_bt < 1.0 - settings.clip_low)
@@ -156,17 +160,15 @@ def tree_loss(
         clipped_bt |= (batch.advantage < 0) & (ratio_bt > settings.dual_clip)
     sums = {
         "policy": policy,
-        "kl": kl,
         "tokens": jnp.sum(mask_bt.astype(policy.dtype)),
         "entropy": total(entropy_bt),
         "clipped": total(clipped_bt.astype(policy.dtype)),
         "approx_kl": total(ratio_bt - 1.0 - gap_bt),
-        "reference_kl": reference_kl,
         "ratio": total(ratio_bt),
         "ratio_squared": total(jnp.square(ratio_bt)),
         "gap": total(jnp.abs(gap_bt)),
     }
-    return loss, jax.lax.stop_gradient(sums)
+    return loss, jax.lax.stop_gradient(sums | reference)
 
 
 def finish_metrics(sums: dict[str, Any]) -> dict[str, float]:
@@ -176,17 +178,21 @@ def finish_metrics(sums: dict[str, Any]) -> dict[str, float]:
     ``loss/entropy``, ``diag/clip_fraction``, ``diag/approx_kl`` (E[r - 1 - log r], from the
     behaviour policy), ``diag/reference_kl`` (k3, from the reference) and ``rollout/logprob_gap``
     (|learner - rollout|, nats) are means over trained tokens. ``diag/ess`` is the effective sample
-    size of the ratios as a fraction, (sum r)^2 / (n sum r^2).
+    size of the ratios as a fraction, (sum r)^2 / (n sum r^2). Without a reference there is no
+    ``loss/kl`` and no ``diag/reference_kl``.
     """
     value = {name: float(x) for name, x in sums.items()}
     count = max(value["tokens"], 1.0)
+    reference = {}
+    if "kl" in value:
+        reference["loss/kl"] = value["kl"]
+        reference["diag/reference_kl"] = value["reference_kl"] / count
     return {
         "loss/policy": value["policy"],
-        "loss/kl": value["kl"],
         "loss/entropy": value["entropy"] / count,
         "rollout/logprob_gap": value["gap"] / count,
         "diag/clip_fraction": value["clipped"] / count,
         "diag/approx_kl": value["approx_kl"] / count,
-        "diag/reference_kl": value["reference_kl"] / count,
         "diag/ess": value["ratio"] ** 2 / max(count * value["ratio_squared"], 1e-30),
+        **reference,
     }

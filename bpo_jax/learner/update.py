@@ -7,6 +7,7 @@ never are. Accumulators and the state are donated, so a step needs one copy of e
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,12 @@ class NonFiniteGradients(RuntimeError):
     """A gradient was NaN or infinite; the parameters were left as they were."""
 
     one_line = True  # the message says everything; a traceback would only hide it
+
+
+class NothingToTrain(RuntimeError):
+    """No tree had an action that counts; the parameters were left as they were."""
+
+    one_line = True  # as above
 
 
 @jax.tree_util.register_dataclass
@@ -163,7 +170,7 @@ def make(
     def zeros(params: Params) -> Any:
         # Sums are kept in float32 whatever the parameters are stored in.
         accumulated = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-        return accumulated, {name: jnp.zeros(()) for name in loss_lib.SUMS}
+        return accumulated, {name: jnp.zeros(()) for name in loss_lib.sum_names(loss)}
 
     def accumulate(params: Params, total: Any, batch: TreeBatch) -> Any:
         return jax.tree.map(lambda old, new: old + new, total, gradient(params, batch))
@@ -227,20 +234,20 @@ def update(
       learner: see `make`.
       state: donated; use the one returned.
       minibatches: each a list of micro-batches of one shape; their coefficients already hold the
-        constants of the loss.
+        constants of the loss. One without micro-batches (every tree masked) is skipped.
       epochs: passes over all minibatches.
 
     Returns:
       The new state and the logged numbers. ``rollout/logprob_gap`` is that of the first minibatch
       of the first epoch, the only one compared with the parameters it was sampled from.
-      ``diag/skipped`` counts steps that were left out because a gradient was not finite.
-
-    Raises:
-      ValueError: a minibatch without micro-batches.
+      ``diag/skipped`` counts steps that were left out because there was nothing to train on or a
+      gradient was not finite. Where no step had anything, the gradient's norm is 0 and nothing else
+      is known.
     """
-    on_device = [[learner.put(batch) for batch in minibatch] for minibatch in minibatches]
-    if not on_device or not all(on_device):
-        raise ValueError("update: a minibatch has no tokens to train on")
+    on_device = [[learner.put(b) for b in minibatch] for minibatch in minibatches if minibatch]
+    empty = epochs * (len(minibatches) - len(on_device))
+    if not on_device:
+        return state, {"diag/grad_norm": 0.0, "diag/skipped": float(empty)}
     steps = []
     for _ in range(epochs):
         for minibatch in on_device:
@@ -252,11 +259,11 @@ def update(
     steps = jax.device_get(steps)  # the one wait for the device
     everything = {name: sum(float(sums[name]) for sums in steps) for name in steps[0]}
     metrics = loss_lib.finish_metrics(everything)
-    for name in ("loss/policy", "loss/kl"):
+    for name in metrics.keys() & {"loss/policy", "loss/kl"}:
         metrics[name] /= len(steps)
     metrics["rollout/logprob_gap"] = loss_lib.finish_metrics(steps[0])["rollout/logprob_gap"]
     metrics["diag/grad_norm"] = everything["grad_norm"] / len(steps)
-    metrics["diag/skipped"] = len(steps) - everything["finite"]
+    metrics["diag/skipped"] = empty + len(steps) - everything["finite"]
     return state, metrics
 
 
@@ -264,9 +271,15 @@ def check_finite(metrics: dict[str, float], *, step: int) -> None:
     """Says in one line that an update was skipped.
 
     Raises:
-      NonFiniteGradients: at least one optimiser step of this update was skipped.
+      NonFiniteGradients: at least one optimiser step of this update was skipped for its gradient.
+      NothingToTrain: there was nothing in the whole update to train on.
     """
-    if metrics["diag/skipped"]:
+    if "loss/policy" not in metrics:
+        raise NothingToTrain(
+            f"update {step}: not one trajectory of the last updates could be trained on; see the "
+            "warnings above for tasks that could not be started, and tree/masked"
+        )
+    if not math.isfinite(metrics["diag/grad_norm"]):
         raise NonFiniteGradients(
             f"update {step}: gradient norm {metrics['diag/grad_norm']}, so the update was skipped "
             "and the parameters are unchanged; lower optimizer.learning_rate, or set "

@@ -156,6 +156,15 @@ def test_losses_and_sums_of_parts_add_up_to_the_whole():
 def test_every_sum_is_declared():
     batch = make_batch(advantage=[1.0], coefficient=[1.0], behaviour=[0.0])
     assert set(run([0.0], batch)[1]) == set(loss_lib.SUMS)
+    _, sums = run([0.0], batch, kl_weight=0.1)
+    assert set(sums) == {*loss_lib.SUMS, *loss_lib.REFERENCE_SUMS}
+
+
+def test_numbers_of_the_reference_are_logged_only_where_there_is_one():
+    batch = make_batch(advantage=[1.0], coefficient=[1.0], behaviour=[0.0])
+    for weight in (0.0, 0.1):
+        metrics = loss_lib.finish_metrics(run([0.0], batch, kl_weight=weight)[1])
+        assert ("loss/kl" in metrics) == ("diag/reference_kl" in metrics) == bool(weight)
 
 
 def test_an_overflowing_ratio_stays_finite():

@@ -196,10 +196,20 @@ def test_a_gradient_that_is_not_finite_leaves_everything_as_it_was():
     assert int(state.step) == 1
 
 
-def test_an_empty_minibatch_is_refused():
+def test_an_empty_minibatch_is_skipped_and_counted():
     learner = make_learner()
-    with pytest.raises(ValueError, match="no tokens to train on"):
-        update_lib.update(learner, make_state(learner), [[]])
+    state = make_state(learner)
+    same, metrics = update_lib.update(learner, state, [[], []], epochs=2)
+    assert same is state
+    assert metrics["diag/skipped"] == 4
+    with pytest.raises(update_lib.NothingToTrain, match="update 7"):
+        update_lib.check_finite(metrics, step=7)
+    trees, weights = make_trees(1)
+    batches = packing.pack(trees, weights, rows=1, row_length=32)
+    state, metrics = update_lib.update(learner, state, [[], batches])
+    assert metrics["diag/skipped"] == 1
+    assert int(state.step) == 1
+    update_lib.check_finite(metrics, step=7)
 
 
 def test_steady_state_compiles_nothing():
