@@ -99,6 +99,7 @@ def train(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
                     with timer("update"):
                         numbers = run.update(trees, minibatches)
                     numbers |= tree_metrics(trees, config.algorithm.gamma)
+                    numbers["tree/unstarted"] = config.batch.tasks - len(trees)
                     numbers |= estimators.tree_diagnostics(
                         trees, estimates, gamma=config.algorithm.gamma
                     )
@@ -111,13 +112,15 @@ def train(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
             status = "finished" if run.step >= (config.budget.updates or np.inf) else "budget"
         except Abort:
             # Perhaps half an update has happened to the arrays: the last checkpoint stands.
-            run.restore_committed()
             status = "interrupted"
+            run.restore_committed()
         except KeyboardInterrupt:
-            progress.say("interrupted; saving the last completed update")
-            run.restore_committed()
-            run.save()
             status = "interrupted"
+            # A signal while saving changes nothing; after a second one the last checkpoint stands.
+            with contextlib.suppress(KeyboardInterrupt), interrupt.shield():
+                run.restore_committed()
+                progress.say("interrupted; saving the last completed update")
+                run.save()
         finally:
             progress.clear()
             run.elapsed = clock()
@@ -486,16 +489,18 @@ class Run:
 
 
 def identity(config: config_dict.ConfigDict) -> dict[str, Any]:
-    """The part of a config that a checkpoint must agree with."""
+    """The part of a config that a checkpoint must agree with: all that the numbers depend on.
+
+    The budget is left out, so that it can be raised to go on.
+    """
+    sections = (
+        "environment", "policy", "algorithm", "branching", "rollout", "loss", "optimizer", "batch",
+        "mesh",
+    )  # fmt: skip
     return {
         "seed": config.seed,
-        "algorithm": config.algorithm.to_dict(),
-        "policy": {
-            name: config.policy[name] for name in ("init", "preset", "tokenizer", "param_dtype")
-        },
-        "environment": {
-            name: config.environment[name] for name in ("factory", "data", "train_split")
-        },
+        "cpu_devices": config.cpu_devices,
+        **{name: config[name].to_dict() for name in sections},
     }
 
 
@@ -509,7 +514,8 @@ def tree_metrics(trees: Sequence[Tree], gamma: float) -> dict[str, float]:
 
     ``rollout/*`` are flow-weighted, so they estimate what one trajectory of the policy would give
     however often trees forked; ``rollout/length`` is in turns. ``tree/*`` are means over trees,
-    ``tree/masked`` the share of trajectories lost to infrastructure failures.
+    ``tree/masked`` the share of trajectories lost to infrastructure failures. Beside them a run
+    logs ``tree/unstarted``, tasks that have no tree at all.
     """
     success, returned, length, depths, masked, leaves = [], [], [], [], 0, 0
     for tree in trees:
