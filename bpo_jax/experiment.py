@@ -308,8 +308,9 @@ class Run:
 
     def load_policy(self, step: int | None) -> None:
         """Restores the parameters alone, of the newest checkpoint where `step` is None."""
-        policy = {"policy": identity(self.config)["policy"]}
-        found = self.checkpoints.restore(self.state, config=policy, step=step)
+        # Longer games may need a longer context, so only what makes the parameters is compared.
+        policy = {name: self.config.policy[name] for name in ("init", "preset", "tokenizer")}
+        found = self.checkpoints.restore(self.state, config={"policy": policy}, step=step)
         if found is not None:
             _, self.state, record = found
             self.ledger.load_state_dict(record["ledger"])

@@ -23,11 +23,13 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
     config.policy.context = 768
     config.rollout.action_tokens = 16
     config.rollout.slots = 80
-    config.optimizer.learning_rate = 3e-4
+    config.rollout.invalid_penalty = 0.05
+    config.optimizer.learning_rate = 4e-4
+    config.optimizer.schedule = "cosine"
     config.batch.tasks = 8
     config.batch.rows = 2
     config.batch.row_length = 2048
-    config.budget.updates = 60
+    config.budget.updates = 80
     config.eval.split = "test"
     config.eval.tasks = 200
     return config

@@ -235,9 +235,8 @@ def test_an_interrupted_clone_goes_on_as_if_it_had_not_been(
 
 
 def test_a_preset_that_does_not_exist_is_refused(chats):
-    config = make_config("nothing-there", chats)
     with pytest.raises(config_lib.ConfigError, match="nothing-there"):
-        warmstart._starting_policy(config, lambda: iter([]))
+        make_config("nothing-there", chats)
 
 
 def test_a_random_policy_without_a_tokenizer_gets_one_and_the_dtypes_asked_for(folder, chats):

@@ -155,7 +155,7 @@ class Checkpoints:
 def _compare(saved: dict[str, Any], now: dict[str, Any], where: pathlib.Path) -> None:
     # Through JSON, so that a tuple equals the list it was saved as.
     flat_saved, flat_now = (_flatten(json.loads(json.dumps(tree))) for tree in (saved, now))
-    for key in sorted(flat_saved.keys() | flat_now.keys()):
+    for key in sorted(flat_now):
         old, new = flat_saved.get(key), flat_now.get(key)
         if old != new:
             raise ConfigMismatch(
