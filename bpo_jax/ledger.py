@@ -21,7 +21,8 @@ class Ledger:
       replayed_steps: actions executed again to rebuild a lost sandbox.
       snapshots: sandbox states saved.
       forks: decisions below the root that were given more than one child.
-      trained_unique: tokens that went through the learner, each tree token once.
+      trained_unique: tokens of the trees that went through the learner, each once, also where a
+        tree was split over rows and a part repeats its path.
       trained_flat: the tokens the same trajectories would be one by one.
       returns: trajectories that ended with a return.
       updates: optimiser steps.
