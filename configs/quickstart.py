@@ -1,9 +1,10 @@
-"""Household games from two commands: BPO improves a small cloned policy, on a CPU, with no data.
+"""Household games from two commands: BPO trains a small cloned policy, on a CPU, with no data.
 
     python -m bpo_jax.main --config=configs/quickstart.py --workdir=/tmp/quickstart
 
 Needs: nothing but the package. The policy (0.9 million parameters, Qwen2.5's architecture) is
-shipped with it and the games are generated.
+shipped with it and the games are generated. Takes: 10 minutes on two cores (seed 0, partly busy).
+Result so far: success on 200 held-out games 37.5% before, 38.0% after: no improvement yet.
 """
 
 from ml_collections import config_dict
