@@ -43,6 +43,7 @@ def base() -> config_dict.ConfigDict:
     settings.kinds = optional(tuple)  # of tasks
     settings.held_out = optional(int)  # generated games in each evaluation split
     settings.protocol = optional(str)  # how game and policy talk
+    settings.expert_idleness = optional(float)  # probability that a demonstrated command is idle
 
     config.policy = policy = config_dict.ConfigDict()
     # Where the parameters come from: "random", "package:<name>" (shipped with bpo_jax), or a folder
@@ -62,6 +63,11 @@ def base() -> config_dict.ConfigDict:
     algorithm.gamma = 1.0  # discount per action
     algorithm.flow_exponent = 1.0  # bpo: 1 is the policy gradient, 0 counts every action equally
     algorithm.shrinkage = False  # bpo: shrink fork baselines with statistics of earlier updates
+    # bpo with one root: compare it with the mean return of earlier updates instead of with 0.
+    algorithm.baseline = False
+    # rloo: average the returns of the others over actions, not trajectories: biased, as some public
+    # baselines are, and for comparison with them only.
+    algorithm.row_per_step = False
     algorithm.epsilon = 1e-6  # grpo: added to the standard deviation
 
     config.branching = branching = config_dict.ConfigDict()

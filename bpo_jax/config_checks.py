@@ -304,21 +304,28 @@ def _branching(
         for key in (key for key in defaults if key not in ("placement", "siblings")):
             if key != "forks_per_root" and branching[key] != defaults[key]:
                 _fail(config, f"branching.{key}", never)
-    elif branching.siblings == 1 and (roots > 1 or branching.forks_per_root > 0):
+    alone = roots == 1 and not config.algorithm.baseline
+    if branching.placement != "none" and branching.siblings == 1:
         _fail(
             config, "branching.siblings",
             "a fork needs 2 or more children; for no forks set branching.placement='none'"
-            + (f" (and algorithm.roots above 1, now {roots})" if roots == 1 else ""),
+            + (f" (and algorithm.roots above 1, now {roots})" if alone else ""),
         )  # fmt: skip
-    alone = f"algorithm.name={name!r} compares trajectories of one task, and with one root "
-    if roots == 1 and (branching.placement == "none" or branching.forks_per_root == 0):
-        _fail(config, "algorithm.roots", alone + "none would fork; expected 2 or more")
-    if roots == 1 and branching.forks_per_tree == 0:
-        _fail(config, "branching.forks_per_tree", alone + "none would fork; expected 1 or more")
-    if roots == 1 and branching.min_gap >= max_turns:
+    if not alone:
+        return
+    why = (
+        f"algorithm.name={name!r} compares trajectories of one task, and with one root none would "
+        "fork; expected "
+    )
+    instead = ", or algorithm.baseline=True" if "baseline" in algorithm.settings else ""
+    if branching.placement == "none" or branching.forks_per_root == 0:
+        _fail(config, "algorithm.roots", why + "2 or more" + instead)
+    if branching.forks_per_tree == 0:
+        _fail(config, "branching.forks_per_tree", why + "1 or more" + instead)
+    if branching.min_gap >= max_turns:
         _fail(
             config, "branching.min_gap",
-            alone + f"none would fork; expected less than the {max_turns} turns of a trajectory",
+            f"{why}less than the {max_turns} turns of a trajectory{instead}",
         )  # fmt: skip
 
 
@@ -327,12 +334,18 @@ def _algorithm_settings(
     algorithm: estimators.Algorithm,
     defaults: config_dict.ConfigDict,
 ) -> None:
-    for name in ("flow_exponent", "shrinkage", "epsilon"):
+    for name in ("flow_exponent", "shrinkage", "baseline", "row_per_step", "epsilon"):
         if name not in algorithm.settings and config.algorithm[name] != defaults[name]:
             _fail(
                 config, f"algorithm.{name}",
                 f"algorithm.name={algorithm.name!r} has no such setting; leave it unset",
             )  # fmt: skip
+    if config.algorithm.baseline and config.algorithm.roots > 1:
+        _fail(
+            config, "algorithm.baseline",
+            f"algorithm.roots={config.algorithm.roots} are compared with each other; leave it "
+            "unset, or set algorithm.roots=1",
+        )  # fmt: skip
 
 
 def _sampling(config: config_dict.ConfigDict) -> None:

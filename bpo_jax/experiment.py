@@ -374,8 +374,12 @@ class Run:
         if "flow_exponent" in self.algorithm.settings:
             settings["flow_exponent"] = c.flow_exponent
             settings["flow_normalizer"] = self.flow_normalizer()
+        if "row_per_step" in self.algorithm.settings:
+            settings["row_per_step"] = c.row_per_step
         if c.shrinkage:
             settings["shrinkage"] = self.constants.shrinkage(c.roots)
+        if c.baseline:
+            settings["baseline"] = self.constants.baseline
         return [self.algorithm.estimate(tree, gamma=c.gamma, **settings) for tree in trees]
 
     def flow_normalizer(self) -> float:
@@ -440,7 +444,10 @@ class Run:
         """Moves what later updates may use, after this one has used the old values."""
         self.rule.update(trees)
         self.constants.update(
-            numbers, length=numbers["rollout/length"], flow_normalizer=self.flow_normalizer()
+            numbers,
+            length=numbers["rollout/length"],
+            mean_return=numbers["rollout/return"],
+            flow_normalizer=self.flow_normalizer(),
         )
         self.grad_norms = [*self.grad_norms, numbers["diag/grad_norm"]][-GRAD_NORM_WINDOW:]
         numbers["diag/grad_norm_var"] = float(np.var(self.grad_norms))

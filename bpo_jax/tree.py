@@ -2,6 +2,7 @@
 
 A *decision* is a state in which the policy is about to sample: everything the policy has read so
 far. An *action* is one sampled turn: it leaves a decision and leads to the next one, or to the end.
+A decision may also lie in the middle of a turn, whose parts are then actions of their own.
 A *tree* holds the M root trajectories of one task and the siblings forked along them. All roots
 start in the same state, so they are the children of one root decision; a flat group of N
 trajectories (GRPO, RLOO) is a tree whose only decision with several actions is the root. A *fork*
@@ -31,7 +32,7 @@ def _empty_floats() -> np.ndarray:
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Action:
-    """One sampled turn, an edge of the tree.
+    """One sampled turn or a part of one, an edge of the tree.
 
     Attributes:
       token_ids: int32 [n], exactly the ids that were sampled, the stop token included.
@@ -62,6 +63,8 @@ class Decision:
       context_ids: int32 [n], the tokens the policy reads here that it did not write: the prompt at
         the root, below it what follows the parent's action (turn markers and the observation).
       entropy: nats, of the distribution of the first token to be sampled; None where not measured.
+      mid_turn: the action before it is an unfinished turn. Valid where the tokens so far decide it
+        (the first marker of a turn, never the last); all later tokens are sampled anew.
       planned: K, the number of children decided and charged before the first of them was sampled.
       actions: the children, in the order they were sampled.
       observation: the text behind ``context_ids``, for people.
@@ -70,6 +73,7 @@ class Decision:
 
     context_ids: np.ndarray = dataclasses.field(default_factory=_empty_ids)
     entropy: float | None = None
+    mid_turn: bool = False
     planned: int = 1
     actions: list[Action] = dataclasses.field(default_factory=list)
     observation: str = ""

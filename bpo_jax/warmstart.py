@@ -10,7 +10,6 @@ in Hugging Face's format:
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import itertools
@@ -46,8 +45,6 @@ CHUNK = 256
 DEMONSTRATION_STREAM = 7
 """Keeps the tasks that are demonstrated apart from those a run with the same seed trains on."""
 LOG_EVERY = 50
-REMEMBERED = 500
-"""Commands of earlier demonstrations that mistakes are taken from."""
 
 Chat = Sequence[Mapping[str, Any]]
 """Messages; one of the assistant may carry ``"weight": 0``: to be read, not to be learned."""
@@ -194,7 +191,6 @@ def play(
     *,
     seed: int,
     mistakes: float = 0.0,
-    commands: Sequence[str] = (),
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The expert's play of one task.
 
@@ -202,8 +198,8 @@ def play(
       environment: with an expert.
       task: to play.
       seed: of the expert and of the mistakes.
-      mistakes: probability of a mistake before each of the expert's turns.
-      commands: what mistakes are drawn from; one that the sandbox does not refuse is left out.
+      mistakes: probability of a mistake before each of the expert's turns; one that the sandbox
+        does not refuse is left out.
 
     Returns:
       The chat, and the expert's commands.
@@ -230,8 +226,8 @@ def play(
 
         while not (result.done or result.truncated):
             command = expert.act(result.observation)
-            while commands and rng.random() < mistakes:
-                wrong = commands[int(rng.integers(len(commands)))]
+            while rng.random() < mistakes:
+                wrong = expert.mistake()
                 # Tried in a fork: what is refused changes nothing, and nothing else may happen.
                 [fork] = backend.fork(sandbox.snapshot(), 1)
                 refusal = fork.step(wrong)
@@ -345,16 +341,10 @@ def _chat_source(config: config_dict.ConfigDict) -> Any:
             np.random.SeedSequence([config.seed, DEMONSTRATION_STREAM]).generate_state(1)[0]
         )
         tasks = environment.tasks(config.environment.train_split, seed=stream)
-        commands: collections.deque[str] = collections.deque(maxlen=REMEMBERED)
         for index, task in enumerate(tasks):
-            chat, played = play(
-                environment,
-                task,
-                seed=stream + index,
-                mistakes=config.warmstart.mistakes,
-                commands=commands,
+            chat, _ = play(
+                environment, task, seed=stream + index, mistakes=config.warmstart.mistakes
             )
-            commands.extend(played)
             yield chat
 
     return from_expert
@@ -449,6 +439,7 @@ def _export(
     given = [flag for flag in sys.argv[1:] if not flag.startswith("--workdir")]
     provenance = {
         "command": " ".join(["python -m bpo_jax.main", *given, "--workdir=DIR"]),
+        "began_with": _began_with(config),
         "version": bpo_jax.__version__,
         "seed": config.seed,
         **counts,
@@ -456,3 +447,9 @@ def _export(
         "warmstart": config.warmstart.to_dict(),
     }
     (folder / "provenance.json").write_text(json.dumps(provenance, indent=2), encoding="utf-8")
+
+
+def _began_with(config: config_dict.ConfigDict) -> dict[str, Any] | None:
+    """How the policy that was begun with was made, where that is on record."""
+    record = policy.folder(config.policy.init) / "provenance.json"
+    return json.loads(record.read_text(encoding="utf-8")) if record.is_file() else None

@@ -8,6 +8,7 @@ from ml_collections import config_dict
 from bpo_jax import config as config_lib
 from bpo_jax import config_checks, estimators
 from bpo_jax.models import presets
+from bpo_jax.rollout.branching import BranchingConfig
 
 
 def make_config(**changes):
@@ -89,6 +90,25 @@ BAD = {
     "another algorithm's setting": (
         {"algorithm__name": "rloo", "algorithm__flow_exponent": 0.5},
         "algorithm.flow_exponent=0.5",
+    ),
+    "another algorithm's rows": ({"algorithm__row_per_step": True}, "algorithm.row_per_step=True"),
+    "another algorithm's baseline": (
+        {"algorithm__name": "rloo", "algorithm__roots": 1, "algorithm__baseline": True},
+        "algorithm.baseline=True",
+    ),
+    "a baseline beside other roots": ({"algorithm__baseline": True}, "algorithm.baseline=True"),
+    "a baseline and forks with one child": (
+        {
+            "algorithm__roots": 1,
+            "algorithm__baseline": True,
+            "branching__siblings": 1,
+            "branching__forks_per_root": 0,
+        },
+        "branching.siblings=1",
+    ),
+    "one root, no fork and no baseline": (
+        {"algorithm__roots": 1, "branching__placement": "none"},
+        "algorithm.roots=1",
     ),
     "gamma 0": ({"algorithm__gamma": 0.0}, "algorithm.gamma=0.0"),
     "quantile 1": ({"branching__quantile": 1.0}, "branching.quantile=1.0"),
@@ -203,6 +223,30 @@ def test_a_config_that_cannot_work_is_refused_in_one_line(case):
     assert message.startswith(start)
     assert "\n" not in message
     assert len(message) > len(start) + 10  # it says what was expected, too
+
+
+@pytest.mark.parametrize(
+    "branching",
+    [{"placement": "none"}, {"forks_per_root": 0}, {"forks_per_tree": 0}, {"min_gap": 99}],
+)
+def test_one_root_that_never_forks_needs_the_baseline(branching):
+    changes = {"algorithm__roots": 1}
+    changes |= {f"branching__{name}": value for name, value in branching.items()}
+    with pytest.raises(config_lib.ConfigError, match=r"or algorithm\.baseline=True$"):
+        resolve(make_config(**changes))
+    resolved = resolve(make_config(**changes, algorithm__baseline=True))
+    BranchingConfig(**resolved.branching.to_dict())
+
+
+def test_one_root_that_forks_may_have_the_baseline():
+    for baseline in (False, True):
+        config = make_config(algorithm__roots=1, algorithm__baseline=baseline)
+        assert resolve(config).branching.placement == "threshold"
+
+
+def test_rows_per_step_are_for_rloo():
+    resolved = resolve(make_config(algorithm__name="rloo", algorithm__row_per_step=True))
+    assert resolved.algorithm.row_per_step
 
 
 def without(section, name):

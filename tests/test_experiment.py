@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 
 from bpo_jax import config as config_lib
-from bpo_jax import experiment
+from bpo_jax import estimators, experiment
+from bpo_jax.estimators.running import RunningConstants
 from bpo_jax.learner import checkpoint as checkpoint_lib
 from bpo_jax.report import metrics as metrics_lib
+from bpo_jax.rollout.branching import Branching, BranchingConfig
 from tests import tiny_policy
+from tests.estimators import trees
 
 CONFIG = """
 from bpo_jax import config as config_lib
@@ -243,6 +246,50 @@ def test_ctrl_c_ends_with_a_checkpoint_and_exit_code_130(config_file, tmp_path):
     assert summary["status"] == "interrupted"
     kept = checkpoint_lib.Checkpoints(tmp_path / "checkpoints").steps()
     assert kept[-1] == summary["updates"]
+
+
+def bare_run(**algorithm):
+    """A run without a policy, for what it does with trees once they are grown."""
+    run = object.__new__(experiment.Run)
+    run.config = config_lib.base()
+    run.config.algorithm.update(algorithm)
+    run.algorithm = estimators.ALGORITHMS[run.config.algorithm.name]
+    run.constants = RunningConstants()
+    run.rule = Branching(BranchingConfig())
+    run.grad_norms = []
+    return run
+
+
+def learn(run, grown, estimates):
+    numbers = experiment.tree_metrics(grown, run.config.algorithm.gamma)
+    numbers |= estimators.tree_diagnostics(grown, estimates, gamma=run.config.algorithm.gamma)
+    run.learn_constants(grown, numbers | {"diag/grad_norm": 1.0})
+
+
+def test_one_root_is_compared_with_the_returns_of_earlier_updates_only():
+    run = bare_run(name="bpo", roots=1, gamma=0.5, baseline=True)
+    grown = [trees.flat([4.0]), trees.tree(trees.edge(trees.leaf(4.0), reward=6.0))]
+    first = run.estimate(grown)
+    assert first[0].advantage == pytest.approx(4.0)
+    np.testing.assert_allclose(first[1].advantage, [8.0, 4.0 - (0.0 - 6.0) / 0.5])
+    learn(run, grown, first)
+    # The mean return from the start: (4 + 6 + 0.5 * 4) / 2.
+    assert run.estimate([trees.flat([7.0])])[0].advantage == pytest.approx(7.0 - 6.0)
+
+
+def test_without_the_baseline_one_root_is_compared_with_nothing():
+    run = bare_run(name="bpo", roots=1)
+    grown = [trees.flat([4.0])]
+    learn(run, grown, run.estimate(grown))
+    assert run.estimate(grown)[0].advantage == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("row_per_step, others", [(False, (6 + 2) / 2), (True, (3 * 6 + 2) / 4)])
+def test_rloo_averages_over_trajectories_or_over_actions(row_per_step, others):
+    run = bare_run(name="rloo", row_per_step=row_per_step)
+    long, short, last = trees.edge(trees.edge(trees.leaf(6.0))), trees.leaf(2.0), trees.leaf(9.0)
+    (result,) = run.estimate([trees.tree(long, short, last)])
+    assert result.advantage[-1] == pytest.approx(9.0 - others)
 
 
 def test_seeds_have_names_of_their_own():

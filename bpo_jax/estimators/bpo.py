@@ -13,8 +13,8 @@ the action itself does not move, as long as it is linear in the returns:
 * at the root and at forks, the mean Q of the other children of v (leave-one-out, as in RLOO,
   arXiv 2402.14740);
 * elsewhere, the baseline of the action before it, less the reward that action has earned, counted
-  from here: b(a) = (b(before) - r(before)) / gamma. Down a chain this is the baseline of the
-  nearest forking ancestor: siblings outside the chain's own subtree;
+  from here: b(a) = (b(before) - r(before)) / gamma, not divided in the middle of a turn. Down a
+  chain this is the baseline of the nearest forking ancestor: siblings outside the chain's subtree;
 * with one root, a constant the caller learnt from earlier updates.
 """
 
@@ -112,6 +112,7 @@ def _baselines(
     """b of every action, float64 [A], in one walk from the roots down."""
     parent, reward = solved.parent.tolist(), solved.reward.tolist()
     siblings, valid = solved.siblings.tolist(), solved.valid.tolist()
+    gamma, depth = solved.gamma, solved.depth.tolist()
     others = values.others_mean(solved).tolist()
     result = [0.0] * len(parent)
     forks_above = [0] * len(parent)
@@ -119,8 +120,10 @@ def _baselines(
         if not valid[i]:
             continue
         at_root = p == values.ROOT
-        inherited = constant if at_root else (result[p] - reward[p]) / solved.gamma
-        level = 0 if at_root else forks_above[p]
+        inherited, level = constant, 0
+        if not at_root:
+            inherited = (result[p] - reward[p]) / gamma ** (depth[i] - depth[p])
+            level = forks_above[p]
         forks_above[i] = level
         if siblings[i] == 1:
             result[i] = inherited

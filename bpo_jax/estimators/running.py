@@ -12,7 +12,7 @@ from bpo_jax.estimators.bpo import Shrinkage
 
 
 class RunningConstants:
-    """Running means of the variance split and of the flow, for shrinkage and normalisation.
+    """Running means of the variance split, of returns and of the flow.
 
     Args:
       memory: weight of the past, 0 to less than 1; the first value counts in full.
@@ -23,13 +23,19 @@ class RunningConstants:
         self._values: dict[str, float] = {}
 
     def update(
-        self, diagnostics: dict[str, float], *, length: float, flow_normalizer: float = 1.0
+        self,
+        diagnostics: dict[str, float],
+        *,
+        length: float,
+        mean_return: float,
+        flow_normalizer: float = 1.0,
     ) -> None:
         """Takes in one update, after its estimates were made.
 
         Args:
           diagnostics: of `tree_diagnostics`.
           length: mean number of actions of a trajectory, weighted by flow.
+          mean_return: discounted from the start, weighted by flow.
           flow_normalizer: the one these estimates were made with.
         """
         seen = {
@@ -38,6 +44,7 @@ class RunningConstants:
             "root_variance": diagnostics["diag/root_variance"],
             "flow": diagnostics["diag/coefficient_sum"] * flow_normalizer,
             "length": length,
+            "return": mean_return,
         }
         for name, value in seen.items():
             if math.isfinite(value):
@@ -59,6 +66,14 @@ class RunningConstants:
                 inherited=self._values["root_variance"] / (roots - 1),
             ),
         )
+
+    @property
+    def baseline(self) -> float:
+        """For `bpo`'s ``baseline``: the mean return, 0 before the first update.
+
+        One number for all tasks, so it does not see that some are harder than others.
+        """
+        return self._values.get("return", 0.0)
 
     @property
     def flow_normalizer(self) -> float:

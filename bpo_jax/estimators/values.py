@@ -5,6 +5,8 @@ Rewards sit on edges. With K the number of children of a decision that have a re
     V(end) = 0,   Q(a) = r(a) + gamma V(next(a)),   V(v) = mean of Q over the K children of v
     w(root) = 1,  w(a) = w(v) / K
 
+Gamma counts turns: where v is a mid-turn decision, V(v) is not discounted above.
+
 An action none of whose leaves has a return (all masked) is *invalid*: it is left out of every mean,
 and the flow goes to its siblings. K is drawn before the children are, so w(a) is the probability of
 reaching a by going down the tree at random, and V estimates the policy's value without bias.
@@ -28,9 +30,9 @@ class Values:
     """A solved tree; every array is aligned with ``tree.actions()``.
 
     Attributes:
-      gamma: discount per action.
+      gamma: discount per turn.
       parent: int64 [A], index of the action before this one; `ROOT` for the roots.
-      depth: int64 [A], number of actions before this one.
+      depth: int64 [A], number of turns finished before this action.
       leaf: bool [A], whether a trajectory ends here.
       valid: bool [A], whether a return lies below.
       siblings: int64 [A], valid actions at the same decision, this one included.
@@ -72,7 +74,7 @@ def solve(tree: tree_lib.Tree, gamma: float = 1.0) -> Values:
 
     Args:
       tree: every trajectory in it has ended.
-      gamma: discount per action, in (0, 1].
+      gamma: discount per turn, in (0, 1].
 
     Raises:
       ValueError: gamma out of range, a tree without actions, a trajectory that has not ended, or a
@@ -84,6 +86,7 @@ def solve(tree: tree_lib.Tree, gamma: float = 1.0) -> Values:
     count = len(actions)
     reward = [float(a.reward) for a in actions]
     depth = [0] * count
+    turns = [0 if a.next is not None and a.next.mid_turn else 1 for a in actions]
     # Entry i + 1 belongs to the decision after action i, entry 0 to the root decision.
     children = [0] * (count + 1)
     child_sum = [0.0] * (count + 1)
@@ -98,7 +101,7 @@ def solve(tree: tree_lib.Tree, gamma: float = 1.0) -> Values:
             q[i] = reward[i]
         elif children[i + 1]:
             valid[i] = True
-            q[i] = reward[i] + gamma * child_sum[i + 1] / children[i + 1]
+            q[i] = reward[i] + gamma ** turns[i] * child_sum[i + 1] / children[i + 1]
         if valid[i]:
             children[parent[i] + 1] += 1
             child_sum[parent[i] + 1] += q[i]
@@ -111,7 +114,7 @@ def solve(tree: tree_lib.Tree, gamma: float = 1.0) -> Values:
         flow = 1.0
         if p != ROOT:
             flow = weight[p]
-            depth[i] = depth[p] + 1
+            depth[i] = depth[p] + turns[p]
             earlier[i] = earlier[p] + gamma ** depth[p] * reward[p]
         if valid[i]:
             weight[i] = flow / children[p + 1]

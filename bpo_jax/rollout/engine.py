@@ -89,10 +89,10 @@ class _Line:
 
 
 def default_row_sizes(slots: int) -> tuple[int, ...]:
-    """`slots`, and its quarters down to 8 (or to `slots` itself, if smaller)."""
+    """`slots`, its quarter, and so on while that is at least 8; each one more compiles more."""
     sizes = [slots]
-    while sizes[-1] > 8:
-        sizes.append(max(8, -(-sizes[-1] // 4)))
+    while sizes[-1] >= 32:
+        sizes.append(-(-sizes[-1] // 4))
     return tuple(reversed(sizes))
 
 

@@ -118,6 +118,10 @@ class Demonstrator(Protocol):
         """The next action, given the newest observation."""
         ...
 
+    def mistake(self) -> str:
+        """An action that may be tried here in vain; `act` goes on as if it had not been."""
+        ...
+
 
 class Environment(Protocol):
     """A task family."""

@@ -31,16 +31,20 @@ class Mdp:
     """A decision problem and a policy.
 
     Attributes:
-      gamma: discount per action.
+      gamma: discount per turn.
       policy: state -> float64 [actions], the probabilities.
       reward: history after an action -> what the action earned.
       final: histories at which the trajectory ends.
+      within: histories in the middle of a turn. Without any, every action is a turn of its own.
+      marker: the token after which a turn may be forked, the first of it in a turn.
     """
 
     gamma: float
     policy: dict[History, np.ndarray]
     reward: dict[History, float]
     final: frozenset[History]
+    within: frozenset[History] = frozenset()
+    marker: int | None = None
 
     @cached_property
     def edges(self) -> dict[History, int]:
@@ -66,7 +70,13 @@ class Mdp:
 
     def action_value(self, after: History) -> float:
         """Q of the action that leads to this history."""
-        return self.reward[after] + self.gamma * self.value(after)
+        step = 1.0 if after in self.within else self.gamma
+        return self.reward[after] + step * self.value(after)
+
+    def discount(self, history: History) -> float:
+        """Gamma to the power of the turns that are finished."""
+        prefixes = (history[:t] for t in range(1, len(history) + 1))
+        return self.gamma ** sum(prefix not in self.within for prefix in prefixes)
 
     def reach(self, history: History) -> float:
         """Probability that a trajectory passes through a history."""
@@ -74,9 +84,7 @@ class Mdp:
 
     def gradient(self) -> np.ndarray:
         """Gradient of J = V(start) in all logits, by the policy gradient theorem."""
-        mass = [
-            self.reach(h) * self.gamma ** (len(h) - 1) * self.action_value(h) for h in self.edges
-        ]
+        mass = [self.reach(h) * self.discount(h[:-1]) * self.action_value(h) for h in self.edges]
         return np.asarray(mass) @ self.scores
 
     def entropy(self, history: History) -> float:
@@ -124,6 +132,17 @@ def random_mdp(
     return Mdp(gamma=gamma, policy=policy, reward=reward, final=frozenset(final))
 
 
+def in_turns(mdp: Mdp, *lengths: int) -> Mdp:
+    """The same problem with its actions as tokens, 1 the marker, in turns of these lengths.
+
+    Rewards are paid at the end of a turn.
+    """
+    ends = np.cumsum(lengths)
+    within = frozenset(h for h in mdp.policy if h and len(h) not in ends)
+    reward = {h: 0.0 if h in within else r for h, r in mdp.reward.items()}
+    return dataclasses.replace(mdp, reward=reward, within=within, marker=1)
+
+
 # --- growing ------------------------------------------------------------------------------------
 
 
@@ -135,24 +154,32 @@ def history_of(decision: Decision) -> History:
     return decision.snapshot
 
 
-def attach(mdp: Mdp, decision: Decision, choice: int) -> Action:
-    """Takes an action, by its number, at a decision."""
-    after = (*history_of(decision), choice)
+def attach(mdp: Mdp, decision: Decision, *choices: int) -> Action:
+    """Takes an action, by its number, at a decision; or several tokens as one action."""
+    passed = [(*history_of(decision), *choices[: i + 1]) for i in range(len(choices))]
+    after = passed[-1]
     ended = after in mdp.final
     action = Action(
         reward=mdp.reward[after],
-        next=None if ended else Decision(snapshot=after),
+        next=None if ended else Decision(snapshot=after, mid_turn=after in mdp.within),
         end="done" if ended else None,
-        info={"edge": mdp.edges[after], "choice": choice},
+        info={"edges": [mdp.edges[h] for h in passed], "choice": choices[-1]},
     )
     decision.actions.append(action)
     return action
 
 
 def sample(mdp: Mdp, decision: Decision) -> Generator[np.ndarray, int, Action]:
-    """Draws one action of the policy at a decision."""
-    choice = yield mdp.policy[history_of(decision)]
-    return attach(mdp, decision, choice)
+    """Draws one action: the tokens of a turn, to its end or to where it may first be forked."""
+    choices: list[int] = []
+    while True:
+        history = (*history_of(decision), *choices)
+        if choices and history not in mdp.within:
+            break
+        if choices and choices[-1] == mdp.marker and not decision.mid_turn:
+            break
+        choices.append((yield mdp.policy[history]))
+    return attach(mdp, decision, *choices)
 
 
 def finish(mdp: Mdp, action: Action) -> Generator[np.ndarray, int, list[Action]]:
@@ -224,8 +251,9 @@ def expect(mdp: Mdp, scheduler: Scheduler, estimator: Estimator) -> Expectation:
         count += 1
         certainty += probability
         result = estimator(tree)
-        edges = [a.info["edge"] for a in tree.actions()]
-        np.add.at(mass, edges, probability * result.coefficient * result.advantage)
+        weights = probability * result.coefficient * result.advantage
+        for action, weight in zip(tree.actions(), weights.tolist(), strict=True):
+            mass[action.info["edges"]] += weight
         root_value = estimated_value(tree.root, mdp.gamma)
         if root_value is not None:
             survived += probability
@@ -242,7 +270,8 @@ def estimated_value(decision: Decision, gamma: float) -> float | None:
     for action in decision.actions:
         below = 0.0 if action.next is None else estimated_value(action.next, gamma)
         if action.end != "masked" and below is not None:
-            values.append(action.reward + gamma * below)
+            step = 1.0 if action.next is not None and action.next.mid_turn else gamma
+            values.append(action.reward + step * below)
     return sum(values) / len(values) if values else None
 
 

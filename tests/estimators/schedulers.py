@@ -35,6 +35,11 @@ def uncertain(mdp: Mdp) -> Rule:
     return lambda history, root, finished: 2 if mdp.entropy(history) > threshold else 1
 
 
+def midway(mdp: Mdp) -> Rule:
+    """Forks every turn that has a marker, and nothing else."""
+    return lambda history, root, finished: 2 if history in mdp.within else 1
+
+
 def after_disappointment(mdp: Mdp) -> Rule:
     """Forks where the last finished return fell short of J; at first, where it is uncertain."""
     first, expected = uncertain(mdp), mdp.value()
@@ -77,10 +82,10 @@ def depth_first(roots: int, factory: RuleFactory) -> Scheduler:
             if action.next is None:
                 finished.append(earned)
                 return
-            depth = len(history_of(action.next))
+            discount = mdp.discount(history_of(action.next))
             for _ in range(rule(history_of(action.next), root, finished)):
                 child = yield from sample(mdp, action.next)
-                yield from descend(child, root, earned + mdp.gamma**depth * child.reward)
+                yield from descend(child, root, earned + discount * child.reward)
 
         for root in range(roots):
             first = yield from sample(mdp, top)
@@ -106,8 +111,8 @@ def by_arrival(roots: int, factory: RuleFactory, *, slowness: int) -> Scheduler:
             decision: Decision, root: int, time: int, earned: float
         ) -> Generator[np.ndarray, int, None]:
             action = yield from sample(mdp, decision)
-            earned += mdp.gamma ** len(history_of(decision)) * action.reward
-            back = time + 1 + (7 * action.info["edge"]) % slowness
+            earned += mdp.discount(history_of(decision)) * action.reward
+            back = time + 1 + (7 * action.info["edges"][-1]) % slowness
             heapq.heappush(queue, (back, next(ticket), root, earned, action))
 
         for root in range(roots):

@@ -36,6 +36,13 @@ def test_inherited_baselines_are_counted_from_where_they_are_used():
     np.testing.assert_allclose(result.coefficient, [0.5, 0.5 * 0.5, 0.5])
 
 
+def test_the_parts_of_a_turn_share_an_inherited_baseline():
+    grown = tree(edge(edge(leaf(4.0), reward=1.0), mid_turn=True), leaf(10.0))
+    result = bpo(grown, gamma=0.5)
+    np.testing.assert_allclose(result.advantage, [3.0 - 10, 3.0 - 10, 4.0 - (10 - 1) / 0.5, 7.0])
+    np.testing.assert_allclose(result.coefficient, [0.5, 0.5, 0.5 * 0.5, 0.5])
+
+
 def test_one_root_is_compared_with_a_constant():
     np.testing.assert_allclose(bpo(flat([5.0], length=2)).advantage, [5.0, 5.0])
     np.testing.assert_allclose(bpo(flat([5.0], length=2), baseline=4.0).advantage, [1.0, 1.0])

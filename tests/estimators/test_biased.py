@@ -7,6 +7,7 @@ scheme may be right by luck elsewhere. The margin is far above rounding (1e-10 w
 
 import dataclasses
 import functools
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from tests.estimators.mdp import (
     error,
     finish,
     history_of,
+    in_turns,
     random_mdp,
     sample,
     start,
@@ -96,6 +98,59 @@ def test_a_uniformly_chosen_boundary_of_a_finished_backbone_of_variable_length()
 
     mdp = random_mdp(2, early_end=0.4)
     assert misses(mdp, post_hoc, bpo(mdp)) > MARGIN
+
+
+# --- where to cut a turn, and how to sample -----------------------------------------------------
+
+
+def cut_at(which: Callable[[Iterable[int]], int]) -> mdp_lib.Scheduler:
+    """Samples a whole turn, then forks it after the marker that `which` picks of all in it."""
+
+    def grow_tree(mdp: Mdp) -> mdp_lib.Draws:
+        top = start()
+        for _ in range(2):
+            turn: list[int] = []
+            while not turn or tuple(turn) in mdp.within:
+                turn.append((yield mdp.policy[tuple(turn)]))
+            markers = [i + 1 for i, token in enumerate(turn[:-1]) if token == mdp.marker]
+            if not markers:
+                yield from finish(mdp, attach(mdp, top, *turn))
+                continue
+            cut = which(markers)
+            thought = attach(mdp, top, *turn[:cut])
+            yield from finish(mdp, attach(mdp, thought.next, *turn[cut:]))
+            yield from fork_along(mdp, thought.next)
+        return Tree(task_id="cut", root=top)
+
+    return grow_tree
+
+
+def test_forking_a_turn_at_its_last_marker_instead_of_its_first():
+    # That it is the last says what was sampled after it; that it is the first does not.
+    mdp = in_turns(random_mdp(1, depth=4, early_end=0.2), 3, 1)
+    first = mdp_lib.expect(mdp, cut_at(min), bpo(mdp)).gradient
+    assert error(first, mdp.gradient()) < 1e-10
+    assert misses(mdp, cut_at(max), bpo(mdp)) > MARGIN
+
+
+def test_sampling_with_top_p_what_is_scored_without():
+    def nucleus(p: np.ndarray, top_p: float) -> np.ndarray:
+        likeliest = np.argsort(-p)
+        kept = np.zeros_like(p)
+        kept[likeliest] = np.cumsum(p[likeliest]) - p[likeliest] < top_p
+        return kept * p / np.sum(kept * p)
+
+    def truncated(top_p: float) -> Mdp:
+        policy = {history: nucleus(p, top_p) for history, p in mdp.policy.items()}
+        return dataclasses.replace(mdp, policy=policy)
+
+    def estimated(top_p: float) -> np.ndarray:
+        scheduler = grow.depth_first(2, grow.at_depths({1: 2}))
+        return mdp_lib.expect(mdp, lambda _: scheduler(truncated(top_p)), bpo(mdp)).gradient
+
+    mdp = random_mdp(0, depth=2, actions=3)
+    assert error(estimated(1.0), mdp.gradient()) < 1e-10
+    assert direction_error(estimated(0.8), mdp.gradient()) > MARGIN
 
 
 # --- how to weigh -------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 All expectations are sums over every outcome, in float64: agreement is to rounding, not sampling.
 """
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -12,7 +13,7 @@ from bpo_jax.estimators import ALGORITHMS, Shrinkage
 from bpo_jax.tree import Tree
 from tests.estimators import mdp as mdp_lib
 from tests.estimators import schedulers as grow
-from tests.estimators.mdp import Mdp, attach, coin, history_of, random_mdp, sample, start
+from tests.estimators.mdp import Mdp, attach, coin, history_of, in_turns, random_mdp, sample, start
 
 TOLERANCE = 1e-10
 
@@ -25,9 +26,12 @@ def check(mdp: Mdp, scheduler: mdp_lib.Scheduler, **settings) -> mdp_lib.Expecta
     return expected
 
 
+@pytest.mark.parametrize("turns", [(), (2, 1)])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_harness_agrees_with_a_finite_difference(seed):
+def test_the_harness_agrees_with_a_finite_difference(seed, turns):
     mdp = random_mdp(seed, early_end=0.3)
+    if turns:
+        mdp = in_turns(mdp, *turns)
     step, numeric = 1e-5, []
     for after in mdp.edges:
         state, action = after[:-1], after[-1]
@@ -36,8 +40,7 @@ def test_the_harness_agrees_with_a_finite_difference(seed):
             logits = np.log(mdp.policy[state])
             logits[action] += sign * step
             policy = mdp.policy | {state: np.exp(logits) / np.exp(logits).sum()}
-            moved = Mdp(gamma=mdp.gamma, policy=policy, reward=mdp.reward, final=mdp.final)
-            values.append(moved.value())
+            values.append(dataclasses.replace(mdp, policy=policy).value())
         numeric.append((values[0] - values[1]) / (2 * step))
     # Central differences in float64: the error is of order step ** 2 plus rounding / step.
     np.testing.assert_allclose(mdp.gradient(), numeric, atol=1e-8)
@@ -123,6 +126,27 @@ def test_one_root_with_a_constant_baseline(baseline):
     mdp = random_mdp(6)
     check(mdp, grow.depth_first(1, grow.at_depths({1: 2, 2: 2})), baseline=baseline)
     check(mdp, grow.depth_first(1, grow.uncertain), baseline=baseline)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.8])
+@pytest.mark.parametrize("turns", [(3, 1), (1, 3)])
+@pytest.mark.parametrize("rule", [grow.nowhere, grow.midway])
+def test_decisions_in_the_middle_of_a_turn_at_its_first_marker(rule, turns, gamma):
+    mdp = in_turns(random_mdp(0, depth=4, gamma=gamma, early_end=0.3), *turns)
+    check(mdp, grow.depth_first(2, rule))
+
+
+@pytest.mark.parametrize("roots", [1, 2])
+@pytest.mark.parametrize("order", ["depth-first", "arrival"])
+def test_decisions_in_the_middle_of_a_turn_beside_those_at_its_end(order, roots):
+    rule = grow.budgeted(grow.after_disappointment, extra=2, shared=True)
+    scheduler = {
+        "depth-first": grow.depth_first(roots, rule),
+        "arrival": grow.by_arrival(roots, rule, slowness=5),
+    }[order]
+    mdp = in_turns(random_mdp(1, depth=4, gamma=0.8, early_end=0.3), 2, 2)
+    shrinkage = (Shrinkage(between=0.3, inherited=0.2, within=0.6),)
+    check(mdp, scheduler, baseline=0.7, shrinkage=shrinkage)
 
 
 def test_a_boundary_of_a_finished_backbone_chosen_blindly_when_lengths_are_fixed():

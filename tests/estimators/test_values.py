@@ -45,6 +45,15 @@ def test_totals_count_from_the_start():
     np.testing.assert_allclose(solved.total, [4.0, 3.0, 5.0])
 
 
+def test_the_parts_of_a_turn_are_not_discounted_against_each_other():
+    # A first turn, forked midway and worth 2 in one part, then a turn worth 8.
+    grown = tree(edge(edge(leaf(8.0), reward=2.0), leaf(4.0), mid_turn=True))
+    solved = solve(grown, gamma=0.5)
+    np.testing.assert_allclose(solved.q, [(6.0 + 4.0) / 2, 2.0 + 0.5 * 8.0, 8.0, 4.0])
+    np.testing.assert_allclose(solved.discount, [1.0, 1.0, 0.5, 1.0])
+    np.testing.assert_allclose(solved.total, [5.0, 6.0, 6.0, 4.0])
+
+
 def test_the_mean_of_the_others_skips_masked_siblings():
     solved = solve(tree(leaf(1.0), leaf(2.0), masked(), leaf(6.0), edge(leaf(5.0))))
     expected = [13 / 3, 4.0, 0.0, 8 / 3, 3.0, 0.0]

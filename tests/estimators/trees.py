@@ -17,9 +17,9 @@ def masked() -> Action:
     return leaf(end="masked")
 
 
-def edge(*below: Action, reward: float = 0.0) -> Action:
+def edge(*below: Action, reward: float = 0.0, mid_turn: bool = False) -> Action:
     """An action that goes on to a decision with these children."""
-    return Action(reward=reward, next=Decision(actions=list(below)))
+    return Action(reward=reward, next=Decision(actions=list(below), mid_turn=mid_turn))
 
 
 def tree(*roots: Action) -> Tree:

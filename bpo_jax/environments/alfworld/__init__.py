@@ -23,6 +23,7 @@ def make(
     protocol: str = "plain",
     max_turns: int | None = None,
     expert_knows_homes: bool = False,
+    expert_idleness: float = 0.0,
 ) -> AlfworldEnvironment:
     """The environment; the arguments are the attributes of `AlfworldEnvironment`.
 
@@ -34,6 +35,7 @@ def make(
       protocol: how game and policy talk.
       max_turns: None for the protocol's own length.
       expert_knows_homes: whether the demonstrator searches the likely places first.
+      expert_idleness: probability that one of the demonstrator's commands is idle; below 1.
 
     Raises:
       ValueError: if an argument is out of its range.
@@ -48,4 +50,5 @@ def make(
         protocol=protocol,
         max_turns=max_turns or 0,
         expert_knows_homes=expert_knows_homes,
+        expert_idleness=expert_idleness,
     )

@@ -39,6 +39,7 @@ class AlfworldEnvironment:
       protocol: how game and policy talk, a key of `protocols.PROTOCOLS`.
       max_turns: turns after which an episode is truncated; 0 for the protocol's own length.
       expert_knows_homes: the demonstrator searches first where the object can be at all.
+      expert_idleness: probability that one of the demonstrator's commands is idle; below 1.
 
     Raises:
       ValueError: if one of them is none of these.
@@ -51,6 +52,7 @@ class AlfworldEnvironment:
     protocol: str = "plain"
     max_turns: int = 0
     expert_knows_homes: bool = False
+    expert_idleness: float = 0.0
 
     def __post_init__(self) -> None:
         kinds = tuple(self.kinds)
@@ -65,6 +67,8 @@ class AlfworldEnvironment:
             )
         if not 1 <= self.held_out <= _MOST_HELD_OUT:
             raise ValueError(f"expected 1 <= held_out <= {_MOST_HELD_OUT}, got {self.held_out}")
+        if not 0.0 <= self.expert_idleness < 1.0:
+            raise ValueError(f"expected 0 <= expert_idleness < 1, got {self.expert_idleness}")
         if self.max_turns < 0:
             raise ValueError(f"expected max_turns of 1 or more, got {self.max_turns}")
         if not self.max_turns:
@@ -135,7 +139,12 @@ class AlfworldEnvironment:
 
     def expert(self, task: api.Task, seed: int) -> Searcher:
         """A player of the game that goes by what it sees."""
-        return Searcher(task.payload, seed, knows_homes=self.expert_knows_homes)
+        return Searcher(
+            task.payload,
+            seed,
+            knows_homes=self.expert_knows_homes,
+            idleness=self.expert_idleness,
+        )
 
     def _generated(self, seed: int) -> api.Task:
         kind = self.kinds[seed % len(self.kinds)]

@@ -188,11 +188,17 @@ class Searcher:
       seed: of the order in which it searches.
       knows_homes: visit first what can hold the object at all. Without it the search is blind, and
         leaves a policy cloned from it more to learn.
+      idleness: probability that a command is an idle one: with empty hands it looks around, else
+        it lists what it carries. What is cloned from it knows how to play, and wastes its turns.
     """
 
-    def __init__(self, game: Game, seed: int, *, knows_homes: bool = False) -> None:
+    def __init__(
+        self, game: Game, seed: int, *, knows_homes: bool = False, idleness: float = 0.0
+    ) -> None:
         self._game = game
         self._knows_homes = knows_homes
+        self._idleness = idleness
+        self._whim = random.Random(f"whim/{seed}")
         self._spell = game.rules.commands
         self._search_object = self._order(random.Random(seed), game.object_kind)
         self._search_lamp = self._order(random.Random(seed), game.target_kind)
@@ -215,7 +221,8 @@ class Searcher:
     def act(self, observation: str) -> str:
         """The next command, given the newest text; the first one opens the game."""
         self._read(observation)
-        self._last = self._decide()
+        idle = ("inventory" if self._held else "look", "", "")
+        self._last = idle if self._whim.random() < self._idleness else self._decide()
         key, thing, receptacle = self._last
         return self._spell[key].format(o=thing, r=receptacle)
 
@@ -272,6 +279,20 @@ class Searcher:
             else:
                 self._closed.add(receptacle)
                 self._seen.setdefault(receptacle, [])
+
+    def mistake(self) -> str:
+        """A command one might try here in vain: most reach for what is wanted but not here."""
+        pick = self._whim.choice
+        place = pick(self._search_object)
+        key, thing = "take", f"{self._game.object_kind} {pick((1, 1, 2))}"
+        if self._held:
+            key, thing = "put", self._held
+        if self._whim.random() < 0.3:
+            key = pick(("go", "open", "take", "put", "use", "clean", "heat", "cool"))
+            thing = pick((thing, f"{pick(self._game.objects).kind} 1"))
+        else:
+            place = self._at or place
+        return self._spell[key].format(o=thing, r=place)
 
     def _decide(self) -> tuple[str, str, str]:
         game = self._game
