@@ -9,17 +9,21 @@ pickled.
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import json
 import logging
 import pathlib
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import orbax.checkpoint as ocp
 
-# Absl's messages about every file and thread are for the library's own debugging.
-logging.getLogger("absl").setLevel(logging.ERROR)
+from bpo_jax import disk
+
+# Absl's messages about every file and thread are for the library's own debugging. Its errors are
+# the tracebacks of threads that could not write; the same error is raised to whoever waits for them.
+logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
 class CheckpointError(RuntimeError):
@@ -38,19 +42,16 @@ class Checkpoints:
     def __init__(self, directory: str | pathlib.Path, *, keep: int = 2):
         """Opens `directory`, creating it; `keep` is how many checkpoints stay."""
         self.directory = pathlib.Path(directory).resolve()
-        try:
+        with _writing(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _unwritable(self.directory, error) from error
-        for leftover in self.directory.glob("*.orbax-checkpoint-tmp*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-        self._manager = ocp.CheckpointManager(
-            self.directory,
-            item_names=("state", "record"),
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep, enable_async_checkpointing=False
-            ),
-        )
+            self._remove_leftovers()
+            self._manager = ocp.CheckpointManager(
+                self.directory,
+                item_names=("state", "record"),
+                options=ocp.CheckpointManagerOptions(
+                    max_to_keep=keep, enable_async_checkpointing=False
+                ),
+            )
         self._unreadable: set[int] = set()
 
     def steps(self) -> list[int]:
@@ -68,22 +69,31 @@ class Checkpoints:
         Raises:
           CheckpointError: it could not be written (a full disk, say); the one before is intact.
         """
+        with _writing(self.directory):
+            self._set_unreadable_aside()
+            if step in self.steps():
+                return
+            args = ocp.args.Composite(
+                state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record)
+            )
+            try:
+                self._manager.save(step, args=args, force=True)
+            except Exception:
+                self._remove_leftovers()  # the room they take is wanted for what ends the run
+                raise
+
+    def _set_unreadable_aside(self) -> None:
+        if not self._unreadable:
+            return
         for unreadable in self._unreadable:
             (self.directory / str(unreadable)).rename(self.directory / f"unreadable-{unreadable}")
-        if self._unreadable:
-            self._unreadable.clear()
-            self._manager.reload()
-        if step in self.steps():
-            return
-        args = ocp.args.Composite(
-            state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record)
-        )
-        try:
-            self._manager.save(step, args=args, force=True)
-        except Exception as error:
-            if _is_disk_error(error):
-                raise _unwritable(self.directory, error) from error
-            raise
+        self._unreadable.clear()
+        self._manager.reload()
+
+    def _remove_leftovers(self) -> None:
+        """Removes what a save that did not come to its end has written."""
+        for leftover in self.directory.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def restore(
         self,
@@ -173,20 +183,20 @@ def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _is_disk_error(error: Exception) -> bool:
-    if isinstance(error, OSError):
-        return True
-    hints = ("No space left", "ENOSPC", "Disk quota", "RESOURCE_EXHAUSTED")
-    return any(hint in str(error) for hint in hints)
-
-
-def _unwritable(directory: pathlib.Path, error: Exception) -> CheckpointError:
-    full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
-    reason = "the disk is full" if full else _first_line(error)
-    return CheckpointError(
-        f"cannot write a checkpoint to {directory}: {reason}; free some space or choose another "
-        "--workdir, then run the same command again (the last complete checkpoint is kept)"
-    )
+@contextlib.contextmanager
+def _writing(directory: pathlib.Path) -> Iterator[None]:
+    """Turns what the operating system refuses into a `CheckpointError`."""
+    try:
+        yield
+    except Exception as error:
+        reason = disk.reason(error)
+        if reason is None:
+            raise
+        raise CheckpointError(
+            f"cannot write a checkpoint to {directory}: {reason}; free some space, mend the folder "
+            "or choose another --workdir, then run the same command again (the last complete "
+            "checkpoint is kept)"
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

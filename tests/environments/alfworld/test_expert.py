@@ -121,15 +121,15 @@ def test_plan_is_as_short_as_the_official_one_and_the_searcher_wins():
 
 
 def test_an_idle_searcher_wins_as_well_and_wastes_its_share_of_turns():
-    games = [generate(seed) for seed in range(40)]
+    games = dict(enumerate(map(generate, range(60))))  # by seed
     idle = ("look", "inventory")
-    said = [_commands(game, Searcher(game, 3, idleness=0.5), 200) for game in games]
+    said = [_commands(game, Searcher(game, i, idleness=0.5), 200) for i, game in games.items()]
     assert all(commands is not None for commands in said)
     commands = [command for game in said for command in game]
     assert 0.45 < sum(command in idle for command in commands) / len(commands) < 0.55
     # What is not idle is what it would have played anyway.
     useful = [[command for command in game if command not in idle] for game in said]
-    assert useful == [_commands(game, Searcher(game, 3), 60) for game in games]
+    assert useful == [_commands(game, Searcher(game, i), 60) for i, game in games.items()]
 
 
 def test_mistakes_do_not_change_what_is_played_next():
