@@ -16,6 +16,7 @@ from absl import flags
 from ml_collections import config_dict, config_flags
 
 from bpo_jax import config as config_lib
+from bpo_jax import disk
 
 HELP = """\
 Trains language-model agents by reinforcement learning on trees of trajectories.
@@ -222,6 +223,7 @@ def run(config: config_dict.ConfigDict, workdir: str, mode: str) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code."""
+    workdir = None
     try:
         values, rest = parse(argv)
         if values["help"].value:
@@ -248,8 +250,17 @@ def main(argv: Sequence[str]) -> int:
         print(f"bpo_jax: {_one_line(error)}", file=sys.stderr)
         return 2
     except Exception as error:
-        if getattr(error, "one_line", False) and not os.environ.get("BPO_JAX_TRACEBACK"):
+        unwritable = disk.reason(error)
+        if os.environ.get("BPO_JAX_TRACEBACK"):
+            traceback.print_exc()
+        elif getattr(error, "one_line", False):
             print(f"bpo_jax: {_one_line(error)}", file=sys.stderr)
+        elif unwritable is not None:
+            print(
+                f"bpo_jax: --workdir={workdir}: {unwritable}; mend that, then the same command "
+                "goes on from the last checkpoint",
+                file=sys.stderr,
+            )
         else:
             traceback.print_exc()
         # By name: importing the class would import JAX for every refusal.

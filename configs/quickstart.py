@@ -5,8 +5,11 @@
 Needs: nothing but the package. The policy (0.9 million parameters, Qwen2.5's architecture) is
 shipped with it and the games are generated. It was cloned from a player that wastes half of its
 turns looking around, so that there is something to learn: a game must be won in 24 turns.
-Takes: 10 minutes on two cores.
-Result, seed 0: success on 200 held-out games 8.5% (17) before, 41.5% (83) after.
+Takes: about 10 minutes on two cores.
+Result, success on 200 held-out games at temperature 0.4, +31.5 points on average:
+  seed 0: 8.5% (17) before, 41.5% (83) after, 9.7 minutes
+  seed 1: 10.5% (21) before, 43.0% (86) after, 9.2 minutes
+  seed 2: 10.5% (21) before, 39.5% (79) after, 9.2 minutes
 """
 
 from ml_collections import config_dict

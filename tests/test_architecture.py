@@ -32,6 +32,7 @@ FLOORS = {
     "ledger": 1,
     "packaged": 1,
     "interrupt": 1,
+    "disk": 1,
 }
 """A part imports only from lower floors."""
 

@@ -206,32 +206,53 @@ def test_a_prompt_beyond_the_context_is_refused_before_anything_is_grown(config_
         experiment.train(config, str(tmp_path))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", ["rollout", "update"])
-def test_a_killed_run_resumes_as_if_it_had_not_been(finished, config_file, tmp_path, moment):
-    reference, _ = finished
-    command = [
-        sys.executable, "-m", "bpo_jax.main", f"--config={config_file}", f"--workdir={tmp_path}"
+def main_command(config_file, workdir, *settings):
+    return [
+        sys.executable, "-m", "bpo_jax.main", f"--config={config_file}", f"--workdir={workdir}",
+        *settings,
     ]  # fmt: skip
+
+
+def run_killed(command, workdir, lines):
+    """Kills a run once it has logged so many lines, then gives the same command again."""
     root = pathlib.Path(__file__).parent.parent
     process = subprocess.Popen(command, cwd=root)
-    wanted = 1 if moment == "update" else 2
-    while len(metrics_lib.read(tmp_path / "metrics.jsonl")) < wanted:
+    while len(metrics_lib.read(workdir / "metrics.jsonl")) < lines:
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lines", [pytest.param(1, id="update"), pytest.param(2, id="rollout")])
+def test_a_killed_run_resumes_as_if_it_had_not_been(finished, config_file, tmp_path, lines):
+    reference, _ = finished
+    run_killed(main_command(config_file, tmp_path), tmp_path, lines)
     assert records(tmp_path) == records(reference)
 
 
 @pytest.mark.slow
+def test_a_killed_run_on_two_devices_resumes_as_if_it_had_not_been(config_file, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    settings = (
+        "--config.cpu_devices=2", "--config.mesh.data=-1", "--config.mesh.fsdp=1",
+        "--config.batch.rows=2",
+    )  # fmt: skip
+    subprocess.run(
+        main_command(config_file, whole, *settings),
+        cwd=pathlib.Path(__file__).parent.parent, check=True, timeout=900,
+    )  # fmt: skip
+    run_killed(main_command(config_file, killed, *settings), killed, 2)
+    assert len(records(whole)) == 6
+    assert records(killed) == records(whole)
+
+
+@pytest.mark.slow
 def test_ctrl_c_ends_with_a_checkpoint_and_exit_code_130(config_file, tmp_path):
-    command = [
-        sys.executable, "-m", "bpo_jax.main", f"--config={config_file}", f"--workdir={tmp_path}",
-        "--config.budget.updates=100000",
-    ]  # fmt: skip
+    command = main_command(config_file, tmp_path, "--config.budget.updates=100000")
     process = subprocess.Popen(
         command, cwd=pathlib.Path(__file__).parent.parent, stderr=subprocess.PIPE, text=True
     )

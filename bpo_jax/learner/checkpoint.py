@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 from bpo_jax import disk
 
 # Absl's messages about every file and thread are for the library's own debugging. Its errors are
-# the tracebacks of threads that could not write; the same error is raised to whoever waits for them.
+# tracebacks of threads that could not write; the same error is raised to whoever waits for them.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 

@@ -58,6 +58,15 @@ def test_a_chosen_step_is_restored_or_said_to_be_missing(tmp_path):
         checkpoints.restore(make_state(0.0), step=7)
 
 
+def test_later_steps_can_be_passed_over(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    for step in (2, 4, 6):
+        checkpoints.save(step, make_state(step), make_record(step))
+    assert checkpoints.restore(make_state(0.0), latest=5)[0] == 4
+    assert checkpoints.restore(make_state(0.0), latest=6)[0] == 6
+    assert checkpoints.restore(make_state(0.0), latest=1) is None
+
+
 def test_another_algorithm_is_refused_with_the_key_and_both_values(tmp_path):
     Checkpoints(tmp_path).save(1, make_state(1.0), make_record(1))
     other = {**CONFIG, "algorithm": {"name": "grpo", "roots": 2}}
