@@ -10,20 +10,27 @@ pickled.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
+import os
 import pathlib
 import shutil
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from bpo_jax import disk
 
 # Absl's messages about every file and thread are for the library's own debugging. Its errors are
 # tracebacks of threads that could not write; the same error is raised to whoever waits for them.
-logging.getLogger("absl").setLevel(logging.CRITICAL)
+for _name in ("absl", "asyncio"):
+    logging.getLogger(_name).setLevel(logging.CRITICAL)
+
+_SPARE_BYTES = 1 << 20
+"""What a checkpoint takes beside its arrays, generously."""
 
 
 class CheckpointError(RuntimeError):
@@ -73,6 +80,7 @@ class Checkpoints:
             self._set_unreadable_aside()
             if step in self.steps():
                 return
+            self._check_space(state)
             args = ocp.args.Composite(
                 state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record)
             )
@@ -81,6 +89,12 @@ class Checkpoints:
             except Exception:
                 self._remove_leftovers()  # the room they take is wanted for what ends the run
                 raise
+
+    def _check_space(self, state: Any) -> None:
+        """Looks before writing: where the disk fills up meanwhile, the library is noisy."""
+        wanted = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(state))
+        if shutil.disk_usage(self.directory).free < wanted + _SPARE_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _set_unreadable_aside(self) -> None:
         if not self._unreadable:

@@ -146,3 +146,16 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
         checkpoints.save(2, make_state(2), make_record(2))
     assert "\n" not in str(raised.value)
     assert Checkpoints(tmp_path).restore(make_state(0.0))[0] == 1
+
+
+def test_a_disk_without_room_is_seen_before_anything_is_written(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, make_state(1.0), make_record(1))
+    full = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    with pytest.raises(checkpoint_lib.CheckpointError, match="the disk is full"):
+        checkpoints.save(2, make_state(2.0), make_record(2))
+    assert checkpoints.steps() == [1]
+    monkeypatch.undo()
+    checkpoints.save(2, make_state(2.0), make_record(2))
+    assert checkpoints.steps() == [1, 2]
