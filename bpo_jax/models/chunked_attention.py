@@ -1,82 +1,82 @@
 """Tree attention in blocks with XLA alone: only blocks in which a query sees a key are computed.
 
-The pairs of blocks that matter are listed first; one loop of as many steps goes through them, so a
-block pair that is skipped costs nothing at all. Scores of one pair live at a time. The forward pass
-keeps a running softmax (Milakov and Gimelshein 2018); the backward pass recomputes the weights from
-the saved log-normaliser, as in FlashAttention (Dao et al. 2022).
+The key blocks that each query block needs are listed first, and a loop of just as many steps goes
+through them, so a skipped pair of blocks costs nothing at all. The scores of one pair live at a
+time. The forward pass keeps a running softmax (Milakov and Gimelshein 2018); the backward pass
+computes the weights again from the saved log-normaliser, as in FlashAttention (Dao et al. 2022).
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from bpo_jax.models import visibility
+
+BLOCK_Q, BLOCK_K = 128, 256
+"""Where scores of a block pair and its inputs stay in a CPU core's cache, measured for heads of 64;
+queries of a group share a block, so it is the smaller of the two."""
+
 _FLOOR = -1e30
 """Stands for minus infinity without making nan of a difference."""
 
+Layout = tuple[int, int, int]
+"""Query heads of a key head, queries of a block, keys of a block."""
+
 
 def attend(
-    q_bthd: jax.Array,
+    q_bshd: jax.Array,
     k_btkd: jax.Array,
     v_btkd: jax.Array,
+    query_index_bs: jax.Array,
     subtree_end_bt: jax.Array,
     *,
-    block: int,
+    block_q: int = BLOCK_Q,
+    block_k: int = BLOCK_K,
 ) -> jax.Array:
     """See `bpo_jax.models.tree_attention.tree_attention`."""
-    b, t, h, d = q_bthd.shape
-    kv = k_btkd.shape[2]
-    block = min(block, t)
-    missing = -t % block
+    b, s, h, d = q_bshd.shape
+    t, kv = k_btkd.shape[1:3]
+    group = h // kv
+    block_q, block_k = min(block_q, s), min(block_k, t)
+    rows, columns = s + -s % block_q, t + -t % block_k
 
-    def pad(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, ((0, 0), (0, missing)) + ((0, 0),) * (x.ndim - 2))
+    def keys(x_btkd: jax.Array) -> jax.Array:
+        x = _pad(x_btkd, columns).reshape(b, columns // block_k, block_k, kv, d)
+        return jnp.swapaxes(x, 2, 3)
 
-    # Heads in front of tokens: a block is then a stack of matrices. The end of a padded token is 0,
-    # before the token itself, so that nothing sees it.
-    q_bktgd = jnp.moveaxis(pad(q_bthd).reshape(b, t + missing, kv, h // kv, d), 2, 1)
-    k_bktd, v_bktd = (jnp.moveaxis(pad(x), 2, 1) for x in (k_btkd, v_btkd))
-    out_bktgd = _attend(block, q_bktgd * d**-0.5, k_bktd, v_bktd, pad(subtree_end_bt))
-    return jnp.moveaxis(out_bktgd, 1, 2)[:, :t].reshape(b, t, h, d)
+    # A block is a stack of matrices, one a key head, with the queries of its group side by side.
+    q = _pad(q_bshd * d**-0.5, rows).reshape(b, rows // block_q, block_q, kv, group, d)
+    q = q.transpose(0, 1, 3, 4, 2, 5).reshape(b, -1, kv, group * block_q, d)
+    # A padding query sees nothing; a padding key ends before it begins, so that nothing sees it.
+    index = _pad(query_index_bs, rows, fill=-1)
+    end = _pad(subtree_end_bt, columns)
+    out = _attend((group, block_q, block_k), q, keys(k_btkd), keys(v_btkd), index, end)
+    out = out.reshape(b, -1, kv, group, block_q, d).transpose(0, 1, 4, 2, 3, 5)
+    return out.reshape(b, rows, h, d)[:, :s]
 
 
-def live_pairs(subtree_end_bt: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-    """Lists the block pairs in which some query sees some key.
+def _pad(x: jax.Array, length: int, fill: int = 0) -> jax.Array:
+    widths = ((0, 0), (0, length - x.shape[1])) + ((0, 0),) * (x.ndim - 2)
+    return jnp.pad(x, widths, constant_values=fill)
+
+
+def live_list(
+    query_index_bs: jax.Array, subtree_end_bt: jax.Array, *, block_q: int, block_k: int
+) -> tuple[jax.Array, jax.Array]:
+    """The key blocks that each query block needs.
 
     Returns:
-      int32 [capacity, 3] of (row, query block, key block), those of one query block together, and
-      how many of them are real.
+      int32 [b, nq, nk], for each query block the needed key blocks in order and then the others,
+      and int32 [b, nq], how many are needed.
     """
-    b, t = subtree_end_bt.shape
-    n = t // block
-    index = jnp.arange(t, dtype=subtree_end_bt.dtype)
-    reach_bt = jnp.where(subtree_end_bt > index, subtree_end_bt, 0)
-    reach_bn = jnp.max(reach_bt.reshape(b, n, block), axis=-1)
-    number = jnp.arange(n, dtype=subtree_end_bt.dtype)
-    live_bqk = (number <= number[:, None]) & (reach_bn[:, None, :] > number[:, None] * block)
-    capacity = b * n * (n + 1) // 2
-    pairs = jnp.stack(jnp.nonzero(live_bqk, size=capacity, fill_value=0), axis=-1)
-    return pairs.astype(jnp.int32), jnp.sum(live_bqk, dtype=jnp.int32)
-
-
-def _take(x: jax.Array, row: jax.Array, start: jax.Array, block: int) -> jax.Array:
-    """Rows [start, start + block) of the token axis of one batch row: [k, block, ...]."""
-    at = (row, 0, start) + (0,) * (x.ndim - 3)
-    return jax.lax.dynamic_slice(x, at, (1, x.shape[1], block, *x.shape[3:]))[0]
-
-
-def _put(x: jax.Array, new: jax.Array, row: jax.Array, start: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice(x, new[None], (row, 0, start) + (0,) * (x.ndim - 3))
-
-
-def _seen(end_bt: jax.Array, row: jax.Array, q_at: jax.Array, k_at: jax.Array, block: int):
-    """Which key of a block each query of another sees: bool [1, block, 1, block]."""
-    end_k = jax.lax.dynamic_slice(end_bt, (row, k_at), (1, block))[0]
-    i = q_at + jnp.arange(block)[:, None]
-    j = k_at + jnp.arange(block)
-    return ((j <= i) & (i < end_k))[None, :, None, :]
+    live = visibility.live_blocks(query_index_bs, subtree_end_bt, block_q=block_q, block_k=block_k)
+    order = jnp.argsort(~live, axis=-1, stable=True)
+    return order.astype(jnp.int32), jnp.sum(live, axis=-1, dtype=jnp.int32)
 
 
 def _matmul(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -84,74 +84,134 @@ def _matmul(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.einsum(spec, x, y, preferred_element_type=accumulate)
 
 
+def _for_live_blocks(
+    layout: Layout, index_bs: jax.Array, end_bt: jax.Array, carry: Any, outer: Callable[..., Any]
+) -> tuple[Any, Any]:
+    """Visits all query blocks, and for each the key blocks it needs.
+
+    Args:
+      layout: of the blocks.
+      index_bs: indices of the queries.
+      end_bt: ends of the keys' subtrees.
+      carry: handed from one query block to the next.
+      outer: (carry, row, query block, visit) -> (carry, result), where ``visit(step, state)``
+        calls ``step(state, row, key block, mask)`` for each needed key block. The mask is added to
+        scores [group * block_q, block_k].
+
+    Returns:
+      The last carry, and the results stacked [b, query blocks, ...].
+    """
+    group, block_q, block_k = layout
+    order, count = live_list(index_bs, end_bt, block_q=block_q, block_k=block_k)
+    b, blocks = count.shape
+    index = index_bs.reshape(b, blocks, block_q)
+    end = end_bt.reshape(b, -1, block_k)
+
+    def one(carry: Any, number: jax.Array) -> tuple[Any, Any]:
+        row, at = number // blocks, number % blocks
+
+        def visit(step: Callable[..., Any], state: Any) -> Any:
+            def inner(n: jax.Array, state: Any) -> Any:
+                block = order[row, at, n]
+                key = block * block_k + jnp.arange(block_k)
+                seen = visibility.visible(index[row, at][:, None], key, end[row, block])
+                # One mask for all heads; the queries of a group repeat it.
+                mask = jnp.tile(jnp.where(seen, 0.0, _FLOOR), (group, 1))
+                return step(state, row, block, mask)
+
+            return jax.lax.fori_loop(0, count[row, at], inner, state)
+
+        return outer(carry, row, at, visit)
+
+    carry, results = jax.lax.scan(one, carry, jnp.arange(b * blocks))
+    return carry, jax.tree.map(lambda x: x.reshape(b, blocks, *x.shape[1:]), results)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(block, q_bktgd, k_bktd, v_bktd, end_bt):
-    return _forward(block, q_bktgd, k_bktd, v_bktd, end_bt)[0]
+def _attend(layout, q, k, v, index_bs, end_bt):
+    return _forward(layout, q, k, v, index_bs, end_bt)[0]
 
 
-def _forward(block, q_bktgd, k_bktd, v_bktd, end_bt):
-    pairs, count = live_pairs(end_bt, block)
-    accumulate = jnp.promote_types(q_bktgd.dtype, jnp.float32)
+def _forward(layout, q, k, v, index_bs, end_bt):
+    heads, queries, d = q.shape[2:]
+    accumulate = jnp.promote_types(q.dtype, jnp.float32)
 
-    def step(n, state):
+    def head(state, q, k, v, mask):
         top, total, out = state
-        row, q_at, k_at = pairs[n, 0], pairs[n, 1] * block, pairs[n, 2] * block
-        q, top_q, total_q, out_q = (_take(x, row, q_at, block) for x in (q_bktgd, *state))
-        k, v = (_take(x, row, k_at, block) for x in (k_bktd, v_bktd))
-        seen = _seen(end_bt, row, q_at, k_at, block)
-        scores = jnp.where(seen, _matmul("kigd,kjd->kigj", q, k), _FLOOR)
-        new_top = jnp.maximum(top_q, jnp.max(scores, axis=-1))
-        weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0.0)
-        keep = jnp.exp(top_q - new_top)
-        total_q = total_q * keep + jnp.sum(weights, axis=-1)
-        out_q = out_q * keep[..., None] + _matmul("kigj,kjd->kigd", weights.astype(v.dtype), v)
-        return (
-            _put(top, new_top, row, q_at),
-            _put(total, total_q, row, q_at),
-            _put(out, out_q, row, q_at),
+        scores = _matmul("id,jd->ij", q, k) + mask
+        new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
+        weights = jnp.exp(scores - new_top[:, None])
+        keep = jnp.exp(top - new_top)
+        total = total * keep + jnp.sum(weights, axis=-1)
+        out = out * keep[:, None] + _matmul("ij,jd->id", weights.astype(v.dtype), v)
+        return new_top, total, out
+
+    def block(carry, row, at, visit):
+        def step(state, row, block, mask):
+            # One head after the other, by name: XLA runs the products of a batch on one core, and
+            # independent ones side by side.
+            return tuple(
+                head(state[n], q[row, at, n], k[row, block, n], v[row, block, n], mask)
+                for n in range(heads)
+            )
+
+        start = (
+            jnp.full((queries,), _FLOOR, accumulate),
+            jnp.zeros((queries,), accumulate),
+            jnp.zeros((queries, d), accumulate),
         )
+        top, total, out = map(jnp.stack, zip(*visit(step, (start,) * heads), strict=True))
+        # A query that has seen nothing but masked keys, or no block at all, gives 0.
+        blind = top <= _FLOOR / 2
+        total = jnp.where(blind, 1.0, total)
+        out = jnp.where(blind[..., None], 0.0, out / total[..., None])
+        # With this normaliser its weights are 0 in the backward pass, too.
+        logz = jnp.where(blind, -_FLOOR, top + jnp.log(total))
+        return carry, (out.astype(q.dtype), logz)
 
-    per_query = q_bktgd.shape[:-1]
-    start = (
-        jnp.full(per_query, _FLOOR, accumulate),
-        jnp.zeros(per_query, accumulate),
-        jnp.zeros(q_bktgd.shape, accumulate),
-    )
-    top, total, out = jax.lax.fori_loop(0, count, step, start)
-    total = jnp.where(total > 0, total, 1.0)  # a query that sees nothing keeps its output of 0
-    out = (out / total[..., None]).astype(q_bktgd.dtype)
-    return out, (q_bktgd, k_bktd, v_bktd, end_bt, out, top + jnp.log(total))
+    _, (out, logz) = _for_live_blocks(layout, index_bs, end_bt, (), block)
+    return out, (q, k, v, index_bs, end_bt, out, logz)
 
 
-def _backward(block, saved, d_out):
-    q_bktgd, k_bktd, v_bktd, end_bt, out, logz = saved
-    pairs, count = live_pairs(end_bt, block)
-    accumulate = jnp.promote_types(q_bktgd.dtype, jnp.float32)
+def _backward(layout, saved, d_out):
+    q, k, v, index_bs, end_bt, out, logz = saved
+    heads = q.shape[2]
+    accumulate = jnp.promote_types(q.dtype, jnp.float32)
     # sum_j p_ij dp_ij, without the p: it is the product of the output and its cotangent.
     delta = jnp.sum(out.astype(accumulate) * d_out.astype(accumulate), axis=-1)
 
-    def step(n, state):
-        d_q, d_k, d_v = state
-        row, q_at, k_at = pairs[n, 0], pairs[n, 1] * block, pairs[n, 2] * block
-        q, d_o, logz_q, delta_q, d_q_here = (
-            _take(x, row, q_at, block) for x in (q_bktgd, d_out, logz, delta, d_q)
-        )
-        k, v, d_k_here, d_v_here = (_take(x, row, k_at, block) for x in (k_bktd, v_bktd, d_k, d_v))
-        seen = _seen(end_bt, row, q_at, k_at, block)
-        scores = _matmul("kigd,kjd->kigj", q, k)
-        weights = jnp.where(seen, jnp.exp(scores - logz_q[..., None]), 0.0)
-        d_weights = _matmul("kigd,kjd->kigj", d_o, v)
-        d_scores = (weights * (d_weights - delta_q[..., None])).astype(q.dtype)
-        weights = weights.astype(q.dtype)
-        return (
-            _put(d_q, d_q_here + _matmul("kigj,kjd->kigd", d_scores, k), row, q_at),
-            _put(d_k, d_k_here + _matmul("kigj,kigd->kjd", d_scores, q), row, k_at),
-            _put(d_v, d_v_here + _matmul("kigj,kigd->kjd", weights, d_o), row, k_at),
-        )
+    def head(d_q, q, k, v, mask, d_out, logz, delta):
+        weights = jnp.exp(_matmul("id,jd->ij", q, k) + mask - logz[:, None])
+        d_weights = _matmul("id,jd->ij", d_out, v)
+        d_scores = (weights * (d_weights - delta[:, None])).astype(q.dtype)
+        d_v = _matmul("ij,id->jd", weights.astype(q.dtype), d_out)
+        d_k = _matmul("ij,id->jd", d_scores, q)
+        return d_q + _matmul("ij,jd->id", d_scores, k), d_k, d_v
 
-    start = tuple(jnp.zeros(x.shape, accumulate) for x in (q_bktgd, k_bktd, v_bktd))
-    grads = jax.lax.fori_loop(0, count, step, start)
-    return (*(g.astype(q_bktgd.dtype) for g in grads), None)
+    def block(carry, row, at, visit):
+        def step(state, row, block, mask):
+            d_q, d_k, d_v = state
+            d_q, d_k_here, d_v_here = zip(
+                *(
+                    head(
+                        d_q[n], q[row, at, n], k[row, block, n], v[row, block, n], mask,
+                        d_out[row, at, n], logz[row, at, n], delta[row, at, n],
+                    )
+                    for n in range(heads)
+                ),
+                strict=True,
+            )  # fmt: skip
+            d_k = d_k.at[row, block].add(jnp.stack(d_k_here))
+            d_v = d_v.at[row, block].add(jnp.stack(d_v_here))
+            return d_q, d_k, d_v
+
+        zero = jnp.zeros(q.shape[3:], accumulate)
+        d_q, d_k, d_v = visit(step, ((zero,) * heads, *carry))
+        return (d_k, d_v), jnp.stack(d_q).astype(q.dtype)
+
+    start = (jnp.zeros(k.shape, accumulate), jnp.zeros(v.shape, accumulate))
+    (d_k, d_v), d_q = _for_live_blocks(layout, index_bs, end_bt, start, block)
+    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None, None
 
 
 _attend.defvjp(_forward, _backward)

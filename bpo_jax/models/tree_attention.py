@@ -1,8 +1,6 @@
 """Attention over packed trees: one entry point, and the dense reference.
 
-The tokens of a tree lie in preorder, so all that is below token k is the interval
-[k, subtree_end[k]), and query i sees key j exactly when ``j <= i < subtree_end[j]``. One integer a
-token is the whole mask; several trees share a row without a segment id.
+Which token sees which is defined in `bpo_jax.models.visibility`, for every implementation alike.
 """
 
 from __future__ import annotations
@@ -13,65 +11,88 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from bpo_jax.models import chunked_attention
+from bpo_jax.models import chunked_attention, visibility
 
 Implementation = Literal["auto", "dense", "chunked"]
+IMPLEMENTATIONS = ("auto", "dense", "chunked")
 
 DENSE_UP_TO = 256
 """Rows up to this length have too few blocks for skipping to pay."""
+DENSE_LIMIT = 2**34
+"""Bytes of scores that the dense implementation refuses to make."""
 
 
 def tree_attention(
-    q_bthd: Float[Array, "b t h d"],
+    q_bshd: Float[Array, "b s h d"],
     k_btkd: Float[Array, "b t k d"],
     v_btkd: Float[Array, "b t k d"],
     subtree_end_bt: Int[Array, "b t"],
+    query_index_bs: Int[Array, "b s"] | None = None,
     *,
     implementation: Implementation = "auto",
-    block: int = 128,
-) -> Float[Array, "b t h d"]:
+    block: int | None = None,
+) -> Float[Array, "b s h d"]:
     """softmax(q k^T / sqrt(d)) v, where a token sees its ancestors and itself.
 
-    Query head i uses key/value head ``i // (h / k)``. The softmax is computed in float32. A token
-    that sees nothing (padding, whose ``subtree_end`` is its own index) gets 0.
+    Query head i uses key/value head ``i // (h / k)``. The softmax is computed in float32. A query
+    that sees nothing (padding) gets 0.
 
     Args:
-      q_bthd: queries; h is a multiple of k.
-      k_btkd: keys.
+      q_bshd: queries; h is a multiple of k.
+      k_btkd: keys of all tokens of the row.
       v_btkd: values.
       subtree_end_bt: one past the last token below each token of the row.
-      implementation: "dense" builds [t, t] scores; "chunked" skips blocks in which no query sees a
+      query_index_bs: which tokens of the row are the queries, ascending, -1 for padding; all of
+        them where None (then s = t).
+      implementation: "dense" builds [s, t] scores; "chunked" skips blocks in which no query sees a
         key, forward and backward, in memory linear in t; "auto" chooses by length.
-      block: queries and keys of a block in "chunked".
+      block: queries and keys of a block; what is measured to be best where None.
 
     Raises:
-      ValueError: an unknown implementation, or head counts that do not divide.
+      ValueError: an unknown implementation, head counts that do not divide, or scores that "dense"
+        could not hold.
     """
-    if q_bthd.shape[2] % k_btkd.shape[2]:
-        raise ValueError(
-            f"{q_bthd.shape[2]} query heads are not a multiple of {k_btkd.shape[2]} key heads"
-        )
+    b, s, h, _ = q_bshd.shape
+    t, kv = k_btkd.shape[1:3]
+    if h % kv:
+        raise ValueError(f"{h} query heads are not a multiple of {kv} key heads")
+    if query_index_bs is None:
+        query_index_bs = visibility.all_tokens(subtree_end_bt)
     if implementation == "auto":
-        implementation = "dense" if q_bthd.shape[1] <= DENSE_UP_TO else "chunked"
+        implementation = "dense" if t <= DENSE_UP_TO else "chunked"
     if implementation == "dense":
-        return _dense(q_bthd, k_btkd, v_btkd, subtree_end_bt)
+        size = 4 * b * h * s * t
+        if size > DENSE_LIMIT:
+            raise ValueError(
+                f"dense attention of {s} queries and {t} keys would make {size / 2**30:.0f} GiB of "
+                "scores; use attention='chunked', whose memory is linear in the length"
+            )
+        return _dense(q_bshd, k_btkd, v_btkd, query_index_bs, subtree_end_bt)
     if implementation == "chunked":
-        return chunked_attention.attend(q_bthd, k_btkd, v_btkd, subtree_end_bt, block=block)
-    raise ValueError(f"attention {implementation!r}: expected auto, dense or chunked")
+        sizes = {} if block is None else {"block_q": block, "block_k": block}
+        return chunked_attention.attend(
+            q_bshd, k_btkd, v_btkd, query_index_bs, subtree_end_bt, **sizes
+        )
+    raise ValueError(f"attention {implementation!r}: expected {', '.join(IMPLEMENTATIONS)}")
 
 
 def _dense(
-    q_bthd: jax.Array, k_btkd: jax.Array, v_btkd: jax.Array, subtree_end_bt: jax.Array
+    q_bshd: jax.Array,
+    k_btkd: jax.Array,
+    v_btkd: jax.Array,
+    query_index_bs: jax.Array,
+    subtree_end_bt: jax.Array,
 ) -> jax.Array:
-    b, t, h, d = q_bthd.shape
-    kv = k_btkd.shape[2]
-    q_btkgd = q_bthd.reshape(b, t, kv, h // kv, d)
-    accumulate = jnp.promote_types(q_bthd.dtype, jnp.float32)
-    scores = jnp.einsum("bikgd,bjkd->bkgij", q_btkgd, k_btkd, preferred_element_type=accumulate)
-    index = jnp.arange(t)
-    seen_bij = (index <= index[:, None]) & (index[:, None] < subtree_end_bt[:, None, :])
+    b, s, h, d = q_bshd.shape
+    t, kv = k_btkd.shape[1:3]
+    q_bskgd = q_bshd.reshape(b, s, kv, h // kv, d)
+    accumulate = jnp.promote_types(q_bshd.dtype, jnp.float32)
+    scores = jnp.einsum("bikgd,bjkd->bkgij", q_bskgd, k_btkd, preferred_element_type=accumulate)
+    seen_bij = visibility.visible(
+        query_index_bs[:, :, None], jnp.arange(t), subtree_end_bt[:, None, :]
+    )
     seen = seen_bij[:, None, None]
     # A finite floor, so that a row that sees nothing has a gradient of zero and not of nan.
     scores = jnp.where(seen, scores * d**-0.5, -1e30)
     weights = jnp.where(seen, jax.nn.softmax(scores, axis=-1), 0.0).astype(v_btkd.dtype)
-    return jnp.einsum("bkgij,bjkd->bikgd", weights, v_btkd).reshape(b, t, h, d)
+    return jnp.einsum("bkgij,bjkd->bikgd", weights, v_btkd).reshape(b, s, h, d)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bpo_jax import packing
-from bpo_jax.models import chunked_attention
+from bpo_jax.models import chunked_attention, visibility
 from bpo_jax.models.tree_attention import tree_attention
 from tests import trees as random_trees
 
@@ -127,14 +127,53 @@ def test_padding_gives_zero_and_receives_no_gradient(implementation):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_exactly_the_blocks_in_which_something_is_seen_are_computed(shape):
     end = shape(96)
-    pairs, count = chunked_attention.live_pairs(jnp.asarray(end, jnp.int32), 8)
-    got = {tuple(map(int, pair)) for pair in pairs[: int(count)]}
-    blocks = seen(end).reshape(len(end), 12, 8, 12, 8).any(axis=(2, 4))
+    end = jnp.asarray(end, jnp.int32)
+    order, count = chunked_attention.live_list(
+        visibility.all_tokens(end), end, block_q=8, block_k=8
+    )
+    got = {(b, q, int(k)) for b, q in np.ndindex(*count.shape) for k in order[b, q, : count[b, q]]}
+    blocks = seen(np.asarray(end)).reshape(len(end), 12, 8, 12, 8).any(axis=(2, 4))
     needed = {tuple(map(int, pair)) for pair in np.argwhere(blocks)}
     assert needed <= got
     # A key block is taken where its longest subtree reaches into the query block, so with whole
     # subtrees in view nothing is taken in vain.
     assert got == needed
+
+
+@pytest.mark.parametrize("implementation", ["dense", "chunked"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_some_queries_give_what_they_give_among_all(shape, implementation):
+    q, k, v, end = inputs(shape(60))
+    cotangent = cotangent_of(q)
+    rng = np.random.default_rng(0)
+    index = np.full((len(end), 20), -1, np.int32)
+    for row in index:
+        row[:17] = np.sort(rng.choice(60, 17, replace=False))
+    rows = np.arange(len(end))[:, None]
+    kept = np.where(index[..., None, None] >= 0, cotangent[rows, index], 0)
+
+    def out(q, k, v, index=None):
+        return tree_attention(q, k, v, end, index, implementation=implementation, block=16)
+
+    some, pull = jax.vjp(functools.partial(out, index=jnp.asarray(index)), q[rows, index], k, v)
+    everything, pull_all = jax.vjp(out, q, k, v)
+    sparse = np.zeros_like(cotangent)
+    for b, i in np.argwhere(index >= 0):
+        np.testing.assert_allclose(some[b, i], everything[b, index[b, i]], atol=1e-5)
+        sparse[b, index[b, i]] = kept[b, i]
+    assert not np.asarray(some)[index < 0].any()
+    pairs = zip(pull(jnp.asarray(kept)), pull_all(jnp.asarray(sparse)), strict=True)
+    for got, expected in list(pairs)[1:]:
+        assert relative(got, np.asarray(expected)) < 1e-5
+
+
+def test_dense_refuses_scores_it_could_not_hold():
+    t = 32_768
+    shapes = [jax.ShapeDtypeStruct((1, t, 9, 64), jnp.float32)]
+    shapes += [jax.ShapeDtypeStruct((1, t, 3, 64), jnp.float32)] * 2
+    end = jax.ShapeDtypeStruct((1, t), jnp.int32)
+    with pytest.raises(ValueError, match="36 GiB of scores; use attention='chunked'"):
+        jax.eval_shape(functools.partial(tree_attention, implementation="dense"), *shapes, end)
 
 
 def test_bfloat16_stays_close_to_float32():
@@ -147,7 +186,7 @@ def test_bfloat16_stays_close_to_float32():
 
 
 def test_an_unknown_implementation_is_refused():
-    with pytest.raises(ValueError, match="expected auto, dense or chunked"):
+    with pytest.raises(ValueError, match="expected auto, dense, chunked"):
         tree_attention(*inputs(chain(4)), implementation="sparse")
 
 
