@@ -4,11 +4,10 @@ FlashAttention (Dao et al. 2022): the scores of one pair of blocks live at a tim
 keeps a running softmax and saves its log-normaliser, the backward pass computes the weights again.
 
 Which pairs of blocks are needed depends on the trees, so they are listed first, and the grid is a
-walk along the list: a pair in which nothing is seen has no step, is not fetched and costs nothing.
-The list is read ahead of the kernel's blocks, like that of splash attention in JAX, but holds the
-live pairs of all rows, so that rows with few of them do not wait for rows with many. Forward and
-query gradient walk it query block by query block, the gradient of keys and values key block by key
-block; what a block gathers stays on the chip until its last pair.
+walk along the list (`bpo_jax.models.live_pairs`): a pair in which nothing is seen has no step, is
+not fetched and costs nothing. (Splash attention in JAX prefetches its blocks by such lists too.)
+Forward and query gradient walk query block by query block, the gradient of keys and values key
+block by key block; what a block gathers stays on the chip until its last pair.
 
 Which token sees which is `bpo_jax.models.visibility.visible` inside the kernels too. Blocks that
 nothing is listed for are never written, so their content is replaced by zeros outside.
@@ -28,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from bpo_jax.models import visibility
+from bpo_jax.models.live_pairs import Pairs
 
 BLOCK_Q, BLOCK_K = 512, 512
 
@@ -37,7 +37,6 @@ LIST_LIMIT = 2**17
 _LANES = 128
 _FLOOR = -1e30
 """Stands for minus infinity without making nan of a difference."""
-_NO_PAIR = 2**31 - 1
 
 
 def attend(
@@ -106,57 +105,6 @@ def _pad(x: jax.Array, block: int, fill: int = 0) -> jax.Array:
     """`x` with its second axis filled up to a multiple of `block`."""
     widths = ((0, 0), (0, -x.shape[1] % block)) + ((0, 0),) * (x.ndim - 2)
     return jnp.pad(x, widths, constant_values=fill)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Pairs:
-    """How the list writes a pair: row, major and minor block in the bits of one int32.
-
-    A step belongs to the block that the steps before and after it belong to as long as their row
-    and major block are the same.
-
-    Attributes:
-      major: blocks of the side that gathers something.
-      minor: blocks of the other side.
-    """
-
-    major: int
-    minor: int
-
-    @property
-    def bits(self) -> tuple[int, int]:
-        return (self.major - 1).bit_length(), (self.minor - 1).bit_length()
-
-    def listed(self, live_bij: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The live pairs in order.
-
-        Args:
-          live_bij: bool [b, major, minor].
-
-        Returns:
-          int32 [1 + b * major * minor + 1], the pairs from place 1 on, and everywhere else what is
-          no pair; and how many there are. A grid must not be empty, so the first pair of all is
-          listed where none is live.
-        """
-        major_bits, minor_bits = self.bits
-        row, i, j = (lax.broadcasted_iota(jnp.int32, live_bij.shape, n) for n in range(3))
-        live_bij = live_bij | (~jnp.any(live_bij) & (row + i + j == 0))
-        pair_bij = (((row << major_bits) | i) << minor_bits) | j
-        pairs = jnp.sort(jnp.where(live_bij, pair_bij, _NO_PAIR).ravel())
-        pairs = jnp.pad(pairs, 1, constant_values=_NO_PAIR)
-        return pairs, jnp.sum(live_bij, dtype=jnp.int32)
-
-    def at(self, pairs: Any, n: Any) -> tuple[Any, Any, Any]:
-        """Row, major and minor block of step `n`."""
-        major_bits, minor_bits = self.bits
-        pair = pairs[n + 1]
-        i = (pair >> minor_bits) & ((1 << major_bits) - 1)
-        return pair >> (major_bits + minor_bits), i, pair & ((1 << minor_bits) - 1)
-
-    def ends(self, pairs: Any, n: Any) -> tuple[Any, Any]:
-        """Whether step `n` is the first and the last of its major block."""
-        before, here, after = (pairs[n + m] >> self.bits[1] for m in range(3))
-        return before != here, after != here
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

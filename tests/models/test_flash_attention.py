@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpo_jax.models import flash_attention, visibility
+from bpo_jax.models.live_pairs import Pairs
 from bpo_jax.models.tree_attention import tree_attention
 
 ROWS, T, BLOCK = 2, 460, 128
@@ -158,7 +159,7 @@ def test_exactly_the_pairs_in_which_something_is_seen_are_listed(end):
         visibility.all_tokens(jnp.asarray(end)), jnp.asarray(end), block_q=BLOCK, block_k=BLOCK
     )
     for by_block, expected in ((live, needed), (live.swapaxes(1, 2), needed.swapaxes(1, 2))):
-        order = flash_attention.Pairs(major=4, minor=4)
+        order = Pairs(major=4, minor=4)
         pairs, count = order.listed(by_block)
         steps = [tuple(map(int, order.at(pairs, n))) for n in range(int(count))]
         assert steps == [tuple(x) for x in np.argwhere(expected).tolist()]
@@ -170,7 +171,7 @@ def test_exactly_the_pairs_in_which_something_is_seen_are_listed(end):
 
 
 def test_where_nothing_is_seen_the_first_pair_keeps_the_grid_from_being_empty():
-    order = flash_attention.Pairs(major=3, minor=2)
+    order = Pairs(major=3, minor=2)
     pairs, count = order.listed(jnp.zeros((2, 3, 2), bool))
     assert count == 1
     assert tuple(map(int, order.at(pairs, 0))) == (0, 0, 0)
