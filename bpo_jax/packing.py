@@ -1,13 +1,12 @@
-"""Trees as arrays of one fixed shape, and numbers of tokens back as numbers of actions.
+"""Trees as arrays of a few fixed shapes, and numbers of tokens back as numbers of actions.
 
-The tokens of a tree are laid out in preorder, at every decision the action first whose longest
-trajectory is longest, so that what is seen from far away lies close. A row holds as many trees as
-fit. All that is below token k is the interval ``[k, subtree_end[k])``; a token's depth is its
-position, and its prediction is read at its parent, which at a fork is not the token before it.
+A row holds as many trees as fit, laid out as `bpo_jax.layout` says: all that is below token k is
+the interval ``[k, subtree_end[k])``; a token's depth is its position, and its prediction is read at
+its parent, which at a fork is not the token before it.
 
 A tree longer than a row is split by its leaves. Each part repeats the path that leads to it as mere
-context: every sampled token is trained in exactly one part. Actions below which no return exists
-(every trajectory was masked by a failure) are left out.
+context: every sampled token is trained in exactly one part. Rows are gathered into micro-batches by
+how full they are, and a micro-batch is as long as the smallest bucket that holds it.
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from bpo_jax import layout
 from bpo_jax.tree import Action, Decision, Tree
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TreeBatch:
-    """Packed trees, every array [rows, row_length].
+    """Packed trees, every array [rows, tokens of a row].
 
     Attributes:
       tokens: int32, 0 in padding.
@@ -73,62 +73,58 @@ class Weights:
     coefficient: np.ndarray
 
 
-@dataclasses.dataclass(eq=False)
-class _Piece:
-    """Tokens that always go together: an action and what the policy reads after it."""
-
-    ids: np.ndarray
-    sampled: int
-    action_id: int
-    parent: int
-    first: int = -1  # the leaves below, in layout order, are those from first
-    last: int = -1  # to last
-
-
 def pack(
     trees: Sequence[Tree],
     estimates: Sequence[Weighted],
     *,
     rows: int,
     row_length: int,
+    buckets: Sequence[int] = (),
+    path_length: int | None = None,
     scale: float = 1.0,
     reference: Sequence[Sequence[np.ndarray]] | None = None,
 ) -> list[TreeBatch]:
-    """Packs trees into micro-batches that all have the shape [rows, row_length].
+    """Packs trees into micro-batches of the shapes [rows, row_length] and [rows, bucket].
 
-    Trees are put longest first into the first row with room for them. Trees without any return are
-    skipped; when nothing is left the list is empty.
+    Trees are put longest first into the first row with room for them. Rows that are about equally
+    full make up a micro-batch, whose trees are then put once more into the shortest rows of a
+    bucket that hold them. Trees without any return are skipped; when nothing is left the list is
+    empty.
 
     Args:
       trees: finished trees.
       estimates: one each, aligned with ``tree.actions()``.
       rows: rows of a micro-batch; the last one is filled with padding rows.
-      row_length: tokens of a row.
+      row_length: most tokens of a row.
+      buckets: other lengths the rows of a micro-batch may have, below `row_length`.
+      path_length: most tokens of one path; None: no bound but `row_length`.
       scale: multiplies every coefficient: 1 / (prompts x constant) of the loss.
       reference: for each tree the reference policy's log-probs of each action's tokens.
 
     Raises:
-      ValueError: a trajectory longer than a row, an estimate that does not fit its tree, a sampled
-        token without log-probability, or nothing before the first sampled token.
+      ValueError: a path longer than a row or `path_length`, an estimate that does not fit its tree,
+        a sampled token without log-probability, or nothing before the first sampled token.
     """
     if len(trees) != len(estimates):
         raise ValueError(f"{len(trees)} trees but {len(estimates)} estimates")
     if rows < 1 or row_length < 1:
         raise ValueError(f"rows={rows}, row_length={row_length}: both must be at least 1")
+    if any(not 1 <= bucket <= row_length for bucket in buckets):
+        raise ValueError(f"buckets={tuple(buckets)}: expected 1 to row_length={row_length} each")
     parts = []
     for index, (tree, estimate) in enumerate(zip(trees, estimates, strict=True)):
         spread = _Spread(tree, estimate, None if reference is None else reference[index], scale)
-        for pieces, trained in _split(tree, _layout(tree), row_length):
-            parts.append(spread.part(index, pieces, trained))
-    bins = _first_fit_decreasing([len(part["tokens"]) for part in parts], row_length)
+        for part in layout.split(tree, layout.lay_out(tree), row_length, path_length):
+            parts.append(spread.part(index, part))
     batches = []
-    for start in range(0, len(bins), rows):
-        batch = _padding(rows, row_length)
-        for row, members in enumerate(bins[start : start + rows]):
+    lengths = [len(part["tokens"]) for part in parts]
+    for length, bins in _micro_batches(lengths, rows, sorted({*buckets, row_length})):
+        batch = _padding(rows, length)
+        for row, members in enumerate(bins):
             offset = 0
             for member in members:
                 _place(batch, row, offset, parts[member])
-                offset += len(parts[member]["tokens"])
+                offset += lengths[member]
         batches.append(TreeBatch(**batch))
     return batches
 
@@ -168,154 +164,66 @@ def flatten(tree: Tree, estimate: Weighted) -> tuple[list[Tree], list[Weights]]:
 
     What a trainer without trees computes: an action shared by several trajectories is in each of
     them. It counts in the first and has coefficient 0 in the others, so the weighted sums over all
-    tokens are those of the tree.
+    tokens are those of the tree. A trajectory with fresh decisions is cut before each of them, so
+    what comes out are sequences: a context read as a whole, and what was sampled and read after it.
+
+    Returns:
+      The sequences in the order of ``tree.paths()``, and what their actions count.
     """
     order = {id(action): index for index, action in enumerate(tree.actions())}
+    advantage = np.asarray(estimate.advantage, np.float64)
     coefficient = np.array(estimate.coefficient, np.float64)
     chains, weights = [], []
     for path in tree.paths():
         if path[-1].end == "masked":
             continue
-        index = [order[id(action)] for action in path]
-        weights.append(
-            Weights(
-                advantage=np.asarray(estimate.advantage, np.float64)[index],
-                coefficient=coefficient[index],
-            )
-        )
-        coefficient[index] = 0.0
-        chains.append(_chain(tree, path))
+        contexts = [tree.root.context_ids]
+        sequences: list[list[Action]] = [[]]
+        for action in path:
+            sequences[-1].append(action)
+            if action.next is not None and action.next.fresh:
+                contexts.append(action.next.context_ids)
+                sequences.append([])
+        for context, actions in zip(contexts, sequences, strict=True):
+            index = [order[id(action)] for action in actions]
+            weights.append(Weights(advantage=advantage[index], coefficient=coefficient[index]))
+            coefficient[index] = 0.0
+            root = _chain(context, actions)
+            chains.append(Tree(task_id=tree.task_id, root=root, info=tree.info))
     return chains, weights
 
 
 def token_counts(tree: Tree) -> tuple[int, int]:
-    """(tokens of the packed tree, tokens of its trajectories laid out one by one)."""
-    pieces = _layout(tree)
-    if not pieces:
-        return 0, 0
-    unique = sum(len(p.ids) for p in pieces)
-    return unique, sum(len(p.ids) * (p.last - p.first + 1) for p in pieces)
+    """(tokens of the packed tree, tokens of its sequences laid out one by one).
 
-
-def _chain(tree: Tree, path: Sequence[Action]) -> Tree:
-    root = Decision(context_ids=tree.root.context_ids)
-    at = root
-    for action in path:
-        following = None
-        if action is not path[-1] and action.next is not None:
-            following = Decision(context_ids=action.next.context_ids)
-        at.actions = [dataclasses.replace(action, next=following)]
-        at = following or at
-    return Tree(task_id=tree.task_id, root=root, info=tree.info)
-
-
-def _layout(tree: Tree) -> list[_Piece]:
-    """The pieces of a tree in preorder, longest-living action first; the root context is piece 0.
-
-    Empty when no trajectory of the tree has a return.
+    The sequences are those of `flatten`. A tree that is split over rows takes more than the first,
+    since paths are repeated; `fill` counts what is in the rows.
     """
-    reach = _reach(tree)
-    order = {id(action): index for index, action in enumerate(tree.actions())}
-    pieces: list[_Piece] = []
-    leaves = 0
-
-    def below(decision: Decision | None, parent: int) -> list[tuple[Action, int]]:
-        kept = [a for a in decision.actions if id(a) in reach] if decision is not None else []
-        # Sorting is stable, so equal ones stay in the order they were sampled; popped from the end.
-        kept.sort(key=lambda a: -reach[id(a)])
-        return [(a, parent) for a in reversed(kept)]
-
-    stack = below(tree.root, 0)
-    if stack:
-        root = np.asarray(tree.root.context_ids, np.int32)
-        pieces.append(_Piece(ids=root, sampled=0, action_id=-1, parent=-1))
-    while stack:
-        action, parent = stack.pop()
-        children = below(action.next, len(pieces))
-        context = np.zeros(0, np.int32)
-        if children and action.next is not None:
-            context = action.next.context_ids
-        piece = _Piece(
-            ids=np.concatenate([action.token_ids, context]).astype(np.int32),
-            sampled=len(action.token_ids),
-            action_id=order[id(action)],
-            parent=parent,
-        )
-        pieces.append(piece)
-        if not children:
-            piece.first = piece.last = leaves
-            leaves += 1
-        stack.extend(children)
-    for piece in reversed(pieces[1:]):
-        above = pieces[piece.parent]
-        above.last = max(above.last, piece.last)
-        above.first = piece.first
-    return pieces
+    returns = layout.count_returns(tree)
+    flat = 0
+    for decision in tree.decisions():
+        through = [returns[id(a)] for a in decision.actions]
+        flat += len(decision.context_ids) * sum(through)
+        flat += sum(len(a.token_ids) * n for a, n in zip(decision.actions, through, strict=True))
+    return sum(len(piece.ids) for piece in layout.lay_out(tree)), flat
 
 
-def _reach(tree: Tree) -> dict[int, int]:
-    """Tokens of the longest trajectory from each action on, by id; without those with no return."""
-    reach: dict[int, int] = {}
-    for action in reversed(tree.actions()):
-        if action.next is None:
-            if action.end != "masked":
-                reach[id(action)] = len(action.token_ids)
-            continue
-        longest = [reach[id(a)] for a in action.next.actions if id(a) in reach]
-        if longest:
-            here = len(action.token_ids) + len(action.next.context_ids)
-            reach[id(action)] = here + max(longest)
-    return reach
+def fill(batches: Iterable[TreeBatch]) -> tuple[int, int]:
+    """(tokens in rows, repeated ones included, tokens that rows have room for)."""
+    tree_ids = [np.asarray(batch.tree_id) for batch in batches]
+    return sum(int((ids >= 0).sum()) for ids in tree_ids), sum(ids.size for ids in tree_ids)
 
 
-def _split(
-    tree: Tree, pieces: list[_Piece], row_length: int
-) -> list[tuple[list[_Piece], list[bool]]]:
-    """Cuts a layout into parts that fit a row; returns (pieces, trained here) of each part."""
-    if not pieces:
-        return []
-    whole = sum(len(p.ids) for p in pieces)
-    if whole <= row_length:
-        return [(pieces, [True] * len(pieces))]
-    paths = _leaf_paths(pieces)
-    chosen: list[list[int]] = []
-    done: set[int] = set()
-    current: set[int] = set()
-    for path in paths:
-        length = sum(len(pieces[i].ids) for i in path)
-        if length > row_length:
-            raise ValueError(
-                f"tree {tree.task_id!r} has a trajectory of {length} tokens, but a row holds "
-                f"{row_length}: raise batch.row_length or lower the context limit of the rollout"
-            )
-        grown = current | set(path)
-        if current and sum(len(pieces[i].ids) for i in grown) > row_length:
-            chosen.append(sorted(current))
-            grown = set(path)
-        current = grown
-    chosen.append(sorted(current))
-    parts = []
-    for indices in chosen:
-        renumbered = {old: new for new, old in enumerate(indices)}
-        part = [
-            dataclasses.replace(pieces[i], parent=renumbered.get(pieces[i].parent, -1))
-            for i in indices
-        ]
-        parts.append((part, [i not in done for i in indices]))
-        done.update(indices)
-    return parts
-
-
-def _leaf_paths(pieces: list[_Piece]) -> list[list[int]]:
-    parents = {p.parent for p in pieces}
-    paths = []
-    for index in range(len(pieces)):
-        if index not in parents:
-            path = [index]
-            while pieces[path[-1]].parent >= 0:
-                path.append(pieces[path[-1]].parent)
-            paths.append(path)
-    return paths
+def _chain(context_ids: np.ndarray, actions: Sequence[Action]) -> Decision:
+    at = root = Decision(context_ids=context_ids)
+    for action in actions[:-1]:
+        assert action.next is not None
+        following = Decision(context_ids=action.next.context_ids)
+        at.actions = [dataclasses.replace(action, next=following)]
+        at = following
+    last = actions[-1]
+    at.actions = [dataclasses.replace(last, next=None, end=last.end or "done")]
+    return root
 
 
 class _Spread:
@@ -330,18 +238,16 @@ class _Spread:
     ):
         self.actions = tree.actions()
         self.name = tree.task_id
-        self.reference = reference
         self.advantage = self._numbers("advantage", estimate.advantage)
         self.coefficient = self._numbers("coefficient", estimate.coefficient) * scale
-        if not len(tree.root.context_ids):
-            raise ValueError(
-                f"tree {self.name!r} starts with a sampled token; there must be a prompt before it"
-            )
-        if reference is not None and len(reference) != len(self.actions):
-            raise ValueError(
-                f"tree {self.name!r}: reference log-probs of {len(reference)} actions, "
-                f"expected {len(self.actions)}"
-            )
+        self.columns = {"behaviour_logprob": [a.logprobs for a in self.actions]}
+        if reference is not None:
+            if len(reference) != len(self.actions):
+                raise ValueError(
+                    f"tree {self.name!r}: reference log-probs of {len(reference)} actions, "
+                    f"expected {len(self.actions)}"
+                )
+            self.columns["reference_logprob"] = list(reference)
 
     def _numbers(self, what: str, values: np.ndarray) -> np.ndarray:
         values = np.asarray(values, np.float64)
@@ -354,53 +260,74 @@ class _Spread:
             raise ValueError(f"tree {self.name!r}: {what} is not finite: {values}")
         return values
 
-    def part(
-        self, tree_id: int, pieces: list[_Piece], trained: list[bool]
-    ) -> dict[str, np.ndarray]:
+    def part(self, tree_id: int, part: layout.Part) -> dict[str, np.ndarray]:
         """The arrays of one part, indices counted from its own first token."""
-        starts = np.concatenate([[0], np.cumsum([len(p.ids) for p in pieces])]).astype(np.int32)
-        total = int(starts[-1])
-        out = {name: column[0] for name, column in _padding(1, total).items()}
-        out["tree_id"][:] = tree_id
-        # In preorder the subtree of a piece ends where the last piece below it does.
-        ends = starts[1:].copy()
-        for index in reversed(range(len(pieces))):
-            above = pieces[index].parent
-            if above >= 0:
-                ends[above] = max(ends[above], ends[index])
-        depth_after, last_token = np.zeros((2, len(pieces)), np.int32)
-        for index, piece in enumerate(pieces):
-            here = slice(starts[index], starts[index + 1])
-            above = piece.parent
-            depth, before = (depth_after[above], last_token[above]) if above >= 0 else (0, -1)
-            count = len(piece.ids)
-            depth_after[index] = depth + count
-            last_token[index] = starts[index + 1] - 1 if count else before
-            out["tokens"][here] = piece.ids
-            out["position"][here] = np.arange(depth, depth + count)
-            out["parent"][here] = np.arange(starts[index] - 1, starts[index] + count - 1)
-            out["parent"][here][:1] = before
-            out["subtree_end"][here] = ends[index]
-            sampled = slice(starts[index], starts[index] + piece.sampled)
-            out["action_id"][sampled] = piece.action_id
-            if trained[index] and piece.sampled:
-                self._train(out, sampled, piece.action_id)
+        pieces, total = part.pieces, part.length
+        counts = [len(p.ids) for p in pieces]
+        starts, ends, before, depth = _places(pieces, counts)
+        out: dict[str, np.ndarray] = {"tokens": np.concatenate([p.ids for p in pieces])}
+        out["position"] = np.arange(total, dtype=np.int32) + np.repeat(depth - starts, counts)
+        out["parent"] = np.arange(-1, total - 1, dtype=np.int32)
+        some = np.array(counts) > 0
+        out["parent"][starts[some]] = before[some]
+        out["subtree_end"] = np.repeat(ends, counts)
+        out["tree_id"] = np.full(total, tree_id, np.int32)
+        # Each piece is two runs: what was sampled and what is read after it.
+        runs = np.array([(p.sampled, n - p.sampled) for p, n in zip(pieces, counts, strict=True)])
+        number = np.full(runs.shape, -1, np.int32)
+        number[:, 0] = [p.action_id for p in pieces]
+        out["action_id"] = np.repeat(number.ravel(), runs.ravel())
+        number[~np.array(part.trained), 0] = -1
+        trained = np.repeat(number.ravel(), runs.ravel())
+        where = np.flatnonzero(trained >= 0)
+        columns = {
+            "loss_mask": np.float32(1.0),
+            "advantage": self.advantage[trained[where]],
+            "coefficient": self.coefficient[trained[where]],
+        }
+        chosen = [a for a in number[:, 0].tolist() if a >= 0]
+        for name in self.columns:
+            columns[name] = np.concatenate([self._fitting(name, a) for a in chosen])
+        for name in _FLOATS:
+            out[name] = np.zeros(total, np.float32)
+            if name in columns:
+                out[name][where] = columns[name]
         return out
 
-    def _train(self, out: dict[str, np.ndarray], where: slice, action_id: int) -> None:
-        out["loss_mask"][where] = 1.0
-        out["advantage"][where] = self.advantage[action_id]
-        out["coefficient"][where] = self.coefficient[action_id]
-        columns = {"behaviour_logprob": self.actions[action_id].logprobs}
-        if self.reference is not None:
-            columns["reference_logprob"] = self.reference[action_id]
-        for name, values in columns.items():
-            if len(values) != where.stop - where.start:
-                raise ValueError(
-                    f"tree {self.name!r}, action {action_id}: {where.stop - where.start} sampled "
-                    f"tokens but {len(values)} numbers for {name}"
-                )
-            out[name][where] = values
+    def _fitting(self, name: str, action_id: int) -> np.ndarray:
+        numbers, count = self.columns[name][action_id], len(self.actions[action_id].token_ids)
+        if len(numbers) != count:
+            raise ValueError(
+                f"tree {self.name!r}, action {action_id}: {count} sampled tokens but "
+                f"{len(numbers)} numbers for {name}"
+            )
+        return numbers
+
+
+def _places(pieces: Sequence[layout.Piece], counts: Sequence[int]) -> tuple[np.ndarray, ...]:
+    """Of each piece, int32: its first token, the end of its subtree, the token it continues, depth.
+
+    The depth is the position of its first token.
+    """
+    starts = np.cumsum([0, *counts]).tolist()
+    ends = starts[1:]
+    # In preorder the subtree of a piece ends where the last piece below it does.
+    for index in reversed(range(len(pieces))):
+        above = pieces[index].parent
+        if above >= 0:
+            ends[above] = max(ends[above], ends[index])
+    before: list[int] = []
+    depth: list[int] = []
+    last: list[int] = []
+    for index, (piece, count) in enumerate(zip(pieces, counts, strict=True)):
+        above = piece.parent
+        before.append(last[above] if above >= 0 else -1)
+        depth.append(depth[above] + counts[above] if above >= 0 else 0)
+        last.append(starts[index + 1] - 1 if count else before[-1])
+    return tuple(np.array(column, np.int32) for column in (starts[:-1], ends, before, depth))
+
+
+_FLOATS = ("loss_mask", "advantage", "coefficient", "behaviour_logprob", "reference_logprob")
 
 
 def _padding(rows: int, length: int) -> dict[str, np.ndarray]:
@@ -414,11 +341,7 @@ def _padding(rows: int, length: int) -> dict[str, np.ndarray]:
         "action_id": np.full(shape, -1, np.int32),
         "tree_id": np.full(shape, -1, np.int32),
     }
-    for name in (
-        "loss_mask", "advantage", "coefficient", "behaviour_logprob", "reference_logprob"
-    ):  # fmt: skip
-        batch[name] = np.zeros(shape, np.float32)
-    return batch
+    return batch | {name: np.zeros(shape, np.float32) for name in _FLOATS}
 
 
 def _place(
@@ -429,6 +352,29 @@ def _place(
         batch[name][row, here] = values
     batch["subtree_end"][row, here] += offset
     batch["parent"][row, here] += np.where(part["parent"] >= 0, offset, 0)
+
+
+def _micro_batches(
+    lengths: Sequence[int], rows: int, buckets: Sequence[int]
+) -> list[tuple[int, list[list[int]]]]:
+    """(length of its rows, what is in each of them) of each micro-batch; buckets ascend."""
+    bins = _first_fit_decreasing(lengths, buckets[-1])
+    if len(buckets) > 1:
+        bins.sort(key=lambda members: -sum(lengths[i] for i in members))
+    found = []
+    for start in range(0, len(bins), rows):
+        group = bins[start : start + rows]
+        members = sorted(i for row in group for i in row)
+        inside = [lengths[i] for i in members]
+        for bucket in buckets[:-1]:
+            if max(inside) <= bucket and sum(inside) <= rows * bucket:
+                again = _first_fit_decreasing(inside, bucket)
+                if len(again) <= rows:
+                    found.append((bucket, [[members[i] for i in row] for row in again]))
+                    break
+        else:
+            found.append((buckets[-1], group))
+    return found
 
 
 def _first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:

@@ -62,6 +62,9 @@ class Decision:
     Attributes:
       context_ids: int32 [n], the tokens the policy reads here that it did not write: the prompt at
         the root, below it what follows the parent's action (turn markers and the observation).
+      fresh: ``context_ids`` is the whole of what the policy reads here and continues nothing, as
+        with agents whose prompt is built anew every turn (a window of the last turns). The root is
+        read so in any case. In one tree some decisions may be fresh and others not.
       entropy: nats, of the distribution of the first token to be sampled; None where not measured.
       mid_turn: the action before it is an unfinished turn. Valid where the tokens so far decide it
         (the first marker of a turn, never the last); all later tokens are sampled anew.
@@ -72,6 +75,7 @@ class Decision:
     """
 
     context_ids: np.ndarray = dataclasses.field(default_factory=_empty_ids)
+    fresh: bool = False
     entropy: float | None = None
     mid_turn: bool = False
     planned: int = 1

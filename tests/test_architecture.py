@@ -28,6 +28,7 @@ FLOORS = {
     "sandbox": 3,
     "environments": 3,
     "packing": 2,
+    "layout": 2,
     "tree": 1,
     "ledger": 1,
     "packaged": 1,
@@ -44,6 +45,8 @@ PEERS = {
     ("experiment", "evaluation"),
     ("experiment", "warmstart"),
     ("warmstart", "evaluation"),
+    # What goes into rows, and where in a row it lies.
+    ("packing", "layout"),
     # The keys and what refuses their values.
     ("config", "config_checks"),
     # The contracts that environments fulfil are declared with the sandboxes.
@@ -197,6 +200,13 @@ def test_rule_notices_a_violation(rule, name, source):
 
 def test_every_rule_has_a_violation_that_it_notices():
     assert {rule for rule, _, _ in VIOLATIONS} == set(RULES)
+
+
+def test_estimators_do_not_care_how_a_policy_reads():
+    for path in (ROOT / "estimators").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        assert not read & {"context_ids", "fresh"}, path.name
 
 
 def test_meant_imports_break_no_rule():

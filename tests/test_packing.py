@@ -1,12 +1,17 @@
-"""Packing: every sampled token is trained once, and sees exactly what it was sampled after."""
+"""Packing: every sampled token is trained once, and sees exactly what it was sampled after.
+
+The properties hold for trees whose contexts are appended, for those whose decisions have contexts
+of their own, and for trees with both.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from bpo_jax import packing
@@ -22,27 +27,45 @@ def packed(draw):
     count = draw(st.integers(1, 4))
     seeds = [draw(st.integers(0, 10_000)) for _ in range(count)]
     trees = [
-        random_trees.random_tree(s, masked_rate=draw(st.sampled_from([0.0, 0.4]))) for s in seeds
+        random_trees.random_tree(
+            s,
+            masked_rate=draw(st.sampled_from([0.0, 0.4])),
+            fresh_rate=draw(st.sampled_from([0.0, 0.5, 1.0])),
+            # With few ids, what was sampled is also what some context goes on with.
+            vocab=draw(st.sampled_from([2, 64])),
+        )
+        for s in seeds
     ]
     weights = [random_trees.random_weights(t, s) for t, s in zip(trees, seeds, strict=True)]
     longest = max(longest_path(tree) for tree in trees)
     row_length = longest + draw(st.integers(0, 60))
-    batches = packing.pack(trees, weights, rows=draw(st.integers(1, 3)), row_length=row_length)
+    batches = packing.pack(
+        trees,
+        weights,
+        rows=draw(st.integers(1, 3)),
+        row_length=row_length,
+        buckets=draw(st.sampled_from([(), (row_length // 2, row_length - 3)])),
+    )
     return trees, weights, batches
 
 
-def tokens_of(path: list[Action], tree: Tree) -> list[int]:
-    """A trajectory, token by token, as the policy reads it."""
-    ids = list(tree.root.context_ids)
-    for action in path:
-        ids += list(action.token_ids)
-        if action.next is not None:
-            ids += list(action.next.context_ids)
-    return ids
+def sequences(tree: Tree) -> list[list[int]]:
+    """What the policy read before each of ``tree.actions()``, token by token, and the action."""
+    found = {}
+
+    def visit(decision: Decision, before: list[int]) -> None:
+        before = ([] if decision.fresh else before) + list(decision.context_ids)
+        for action in decision.actions:
+            found[id(action)] = before + list(action.token_ids)
+            if action.next is not None:
+                visit(action.next, found[id(action)])
+
+    visit(tree.root, [])
+    return [found[id(action)] for action in tree.actions()]
 
 
 def longest_path(tree: Tree) -> int:
-    return max(len(tokens_of(path, tree)) for path in tree.paths())
+    return max(map(len, sequences(tree)))
 
 
 def ancestors(parent_t: np.ndarray, index: int) -> list[int]:
@@ -64,6 +87,17 @@ def rows_of(batches: list[packing.TreeBatch]):
     for batch in batches:
         for row in range(batch.tokens.shape[0]):
             yield {f.name: getattr(batch, f.name)[row] for f in dataclasses.fields(batch)}
+
+
+def loss(batches: list[packing.TreeBatch]) -> float:
+    """A weighted sum over trained tokens of a number that depends on each and all before it."""
+    total = 0.0
+    for row in rows_of(batches):
+        for i in np.flatnonzero(row["loss_mask"]):
+            seen = row["tokens"][ancestors(row["parent"], i)]
+            value = np.dot(seen, np.sqrt(1.0 + np.arange(len(seen))))
+            total += float(row["coefficient"][i]) * float(row["advantage"][i]) * value
+    return total
 
 
 @few
@@ -98,21 +132,14 @@ def test_a_query_sees_its_ancestors_and_nothing_else(case):
 @given(packed())
 def test_the_tokens_a_trained_token_sees_are_those_it_was_sampled_after(case):
     trees, _, batches = case
-    prefixes = {}
-    for number, tree in enumerate(trees):
-        order = {id(a): i for i, a in enumerate(tree.actions())}
-        for path in tree.paths():
-            for depth, action in enumerate(path):
-                before = tokens_of(path[: depth + 1], tree)
-                after = len(action.next.context_ids) if action.next is not None else 0
-                prefixes[number, order[id(action)]] = before[: len(before) - after]
+    intended = [sequences(tree) for tree in trees]
     for row in rows_of(batches):
         last = {}
         for i in np.flatnonzero(row["loss_mask"]):
             last[row["tree_id"][i], row["action_id"][i]] = i
-        for key, i in last.items():
+        for (tree_id, action_id), i in last.items():
             chain = ancestors(row["parent"], i)
-            assert list(row["tokens"][chain]) == prefixes[key]
+            assert list(row["tokens"][chain]) == intended[tree_id][action_id]
 
 
 @few
@@ -152,25 +179,17 @@ def test_untrained_tokens_count_nothing(case):
 
 
 @few
-@given(st.integers(0, 10_000))
-def test_flat_trajectories_sum_to_the_tree(seed):
-    tree = random_trees.random_tree(seed, masked_rate=0.3)
+@given(st.integers(0, 10_000), st.sampled_from([0.0, 0.5, 1.0]))
+def test_flat_trajectories_sum_to_the_tree(seed, fresh_rate):
+    tree = random_trees.random_tree(seed, masked_rate=0.3, fresh_rate=fresh_rate)
     weight = random_trees.random_weights(tree, seed)
     chains, weights = packing.flatten(tree, weight)
     assert all(len(c.leaves()) == 1 for c in chains)
-
-    # A number that depends on the token and on all that comes before it.
-    def score(trees, weights):
-        total = 0.0
-        length = max([longest_path(t) for t in trees], default=1) + 200
-        for row in rows_of(packing.pack(trees, weights, rows=1, row_length=length)):
-            for i in np.flatnonzero(row["loss_mask"]):
-                seen = row["tokens"][ancestors(row["parent"], i)]
-                value = np.dot(seen, np.sqrt(1.0 + np.arange(len(seen))))
-                total += float(row["coefficient"][i]) * float(row["advantage"][i]) * value
-        return total
-
-    assert score(chains, weights) == pytest.approx(score([tree], [weight]), rel=1e-6, abs=1e-4)
+    whole, flat = (
+        loss(packing.pack(trees, numbers, rows=1, row_length=1000))
+        for trees, numbers in (([tree], [weight]), (chains, weights))
+    )
+    assert flat == pytest.approx(whole, rel=1e-6, abs=1e-4)
     unique, flat = packing.token_counts(tree)
     assert flat == sum(packing.token_counts(c)[0] for c in chains)
     assert unique <= flat
@@ -201,11 +220,89 @@ def test_layout_of_a_fork_by_hand():
     assert packing.token_counts(tree) == (7, 11)
 
 
+@few
+@given(st.integers(0, 10_000), st.floats(0, 1), st.sampled_from([0.0, 0.5, 1.0]))
+def test_a_tree_split_anywhere_between_its_longest_path_and_its_size_counts_the_same(
+    seed, share, fresh_rate
+):
+    tree = random_trees.random_tree(
+        seed, turns=5, fork_rate=0.5, masked_rate=0.2, fresh_rate=fresh_rate
+    )
+    weight = random_trees.random_weights(tree, seed)
+    unique, _ = packing.token_counts(tree)
+    assume(unique)
+    longest = longest_path(tree)
+    row_length = longest + int(share * max(unique - longest, 0))
+    split = packing.pack([tree], [weight], rows=2, row_length=row_length)
+    whole = packing.pack([tree], [weight], rows=1, row_length=max(unique, longest))
+    trained = [
+        sorted(
+            (int(row["action_id"][i]), int(row["tokens"][i]), int(row["position"][i]))
+            for row in rows_of(batches)
+            for i in np.flatnonzero(row["loss_mask"])
+        )
+        for batches in (split, whole)
+    ]
+    assert trained[0] == trained[1]
+    assert sum(b.coefficient.sum() for b in split) == pytest.approx(whole[0].coefficient.sum())
+    assert loss(split) == pytest.approx(loss(whole), rel=1e-6, abs=1e-4)
+    # Whole, there is nothing twice; split, there are only paths twice.
+    assert packing.fill(whole)[0] == unique
+    parts = sum(bool((b.tree_id[row] >= 0).any()) for b in split for row in range(2))
+    assert unique <= packing.fill(split)[0] <= unique + parts * longest
+
+
+def test_rows_are_as_short_as_the_smallest_bucket_that_holds_them():
+    # Rows of 10 would be filled with 9, 8 + 2 and 2 + 2.
+    made = packing._micro_batches([9, 8, 2, 2, 2], rows=2, buckets=[4, 8, 10])
+    assert made == [(10, [[1, 2], [0]]), (4, [[3, 4]])]
+
+
+def test_trees_that_fit_one_row_are_spread_over_shorter_ones():
+    made = packing._micro_batches([4, 3, 3], rows=2, buckets=[3, 6, 10])
+    assert made == [(6, [[0], [1, 2]])]
+
+
+def test_rows_of_similar_fill_share_a_micro_batch():
+    # First fit makes the rows 10, 6, 10 and 7 full: 6+4, 6, 5+5, 7 in the order of their longest.
+    made = packing._micro_batches([7, 6, 6, 5, 5, 4], rows=2, buckets=[7, 10])
+    assert made == [(10, [[1, 5], [3, 4]]), (7, [[0], [2]])]
+
+
+@few
+@given(st.lists(st.integers(1, 40), min_size=1), st.integers(1, 4), st.sets(st.integers(1, 50)))
+def test_every_part_is_in_one_row_that_has_room_for_it(lengths, rows, buckets):
+    buckets = sorted({b for b in buckets if b <= 50} | {50})
+    made = packing._micro_batches(lengths, rows, buckets)
+    assert made == packing._micro_batches(lengths, rows, buckets)
+    assert sorted(i for _, bins in made for row in bins for i in row) == list(range(len(lengths)))
+    for length, bins in made:
+        fullest = max(sum(lengths[i] for i in row) for row in bins)
+        assert len(bins) <= rows and fullest <= length
+        assert length == min(b for b in buckets if b >= fullest)
+    slots = [
+        sum(length for length, _ in m) for m in (made, packing._micro_batches(lengths, rows, [50]))
+    ]
+    assert slots[0] <= slots[1]
+
+
 def test_trees_go_first_fit_longest_first():
     assert packing._first_fit_decreasing([3, 9, 5, 2, 6], 10) == [[1], [4, 0], [2, 3]]
 
 
-def test_every_micro_batch_has_the_same_shape():
+def test_every_micro_batch_has_the_shape_of_a_bucket():
+    trees = [random_trees.random_tree(s) for s in range(6)]
+    weights = [random_trees.random_weights(t, 0) for t in trees]
+    batches = packing.pack(trees, weights, rows=2, row_length=128, buckets=(96, 64))
+    shapes = [{getattr(b, f.name).shape for f in dataclasses.fields(b)} for b in batches]
+    assert all(len(shape) == 1 for shape in shapes)
+    assert set.union(*shapes) <= {(2, 64), (2, 96), (2, 128)}
+    again = packing.pack(trees, weights, rows=2, row_length=128, buckets=(64, 96))
+    for got, expected in zip(again, batches, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def test_without_buckets_every_micro_batch_has_the_same_shape():
     trees = [random_trees.random_tree(s) for s in range(6)]
     weights = [random_trees.random_weights(t, 0) for t in trees]
     batches = packing.pack(trees, weights, rows=2, row_length=128)
@@ -235,6 +332,28 @@ def test_a_trajectory_longer_than_a_row_is_refused():
     weights = random_trees.random_weights(tree, 0)
     with pytest.raises(ValueError, match=r"trajectory of \d+ tokens.*raise batch.row_length"):
         packing.pack([tree], [weights], rows=1, row_length=longest_path(tree) - 1)
+
+
+def test_a_path_longer_than_its_cap_is_refused():
+    tree = random_trees.random_tree(1)
+    weights = random_trees.random_weights(tree, 0)
+    longest = longest_path(tree)
+    packing.pack([tree], [weights], rows=1, row_length=500, path_length=longest)
+    message = f"'random-1' has a path of {longest} tokens, but at most {longest - 1} are allowed"
+    with pytest.raises(ValueError, match=rf"{message}: raise batch.path_length"):
+        packing.pack([tree], [weights], rows=1, row_length=500, path_length=longest - 1)
+
+
+def test_a_bucket_longer_than_a_row_is_refused():
+    with pytest.raises(ValueError, match=r"buckets=\(256,\): expected 1 to row_length=128"):
+        packing.pack([], [], rows=1, row_length=128, buckets=(256,))
+
+
+def test_a_fresh_decision_without_context_is_refused():
+    tree = random_trees.random_tree(1, fresh_rate=1.0)
+    tree.decisions()[1].context_ids = np.zeros(0, np.int32)
+    with pytest.raises(ValueError, match="in the root's context_ids and in those of every fresh"):
+        packing.pack([tree], [random_trees.random_weights(tree, 0)], rows=1, row_length=500)
 
 
 def test_a_tree_without_prompt_is_refused():

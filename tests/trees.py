@@ -17,6 +17,8 @@ def random_tree(
     fork_rate: float = 0.3,
     masked_rate: float = 0.0,
     vocab: int = 64,
+    fresh_rate: float = 0.0,
+    window: int = 2,
     task_id: str | None = None,
 ) -> Tree:
     """A tree of at most `turns` actions in depth, with forks, nested ones included.
@@ -29,6 +31,9 @@ def random_tree(
       fork_rate: probability that a decision below the root is a fork.
       masked_rate: probability that a trajectory ends in a failure.
       vocab: token ids are below it.
+      fresh_rate: probability that a decision below the root has a context of its own: the prompt
+        and the last turns.
+      window: how many turns such a context shows.
       task_id: named after the seed where None.
     """
     rng = np.random.default_rng(seed)
@@ -36,7 +41,21 @@ def random_tree(
     def ids(low: int, high: int) -> np.ndarray:
         return rng.integers(0, vocab, rng.integers(low, high + 1)).astype(np.int32)
 
-    def action(left: int) -> Action:
+    def decision(left: int, turns: list[np.ndarray]) -> Decision:
+        count = rng.integers(2, max_children + 1) if rng.random() < fork_rate else 1
+        context = ids(0, 5)
+        turns = turns[:-1] + [np.concatenate([turns[-1], context])]
+        fresh = fresh_rate > 0 and rng.random() < fresh_rate
+        if fresh:
+            context = np.concatenate([prompt, *turns[-window:]])
+        return Decision(
+            context_ids=context,
+            fresh=fresh,
+            planned=int(count),
+            actions=[action(left, turns) for _ in range(count)],
+        )
+
+    def action(left: int, turns: list[np.ndarray]) -> Action:
         tokens = ids(1, 4)
         turn = Action(
             token_ids=tokens,
@@ -49,17 +68,12 @@ def random_tree(
             rates = (masked_rate, (1 - masked_rate) / 2, (1 - masked_rate) / 2)
             turn.end = kinds[rng.choice(3, p=rates)]
         else:
-            count = rng.integers(2, max_children + 1) if rng.random() < fork_rate else 1
-            turn.next = Decision(
-                context_ids=ids(0, 5),
-                planned=int(count),
-                actions=[action(left - 1) for _ in range(count)],
-            )
+            turn.next = decision(left - 1, turns + [tokens])
         return turn
 
     prompt = ids(3, 8)
     root = Decision(
-        context_ids=prompt, planned=roots, actions=[action(turns) for _ in range(roots)]
+        context_ids=prompt, planned=roots, actions=[action(turns, []) for _ in range(roots)]
     )
     return Tree(task_id=task_id or f"random-{seed}", root=root)
 

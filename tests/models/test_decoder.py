@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bpo_jax import packing
 from bpo_jax.models import decoder, token_logprobs
@@ -64,14 +66,18 @@ def objective(graphdef):
     return jax.jit(jax.value_and_grad(total, has_aux=True))
 
 
-def score(config, trees, weights, *, rows, row_length):
-    """(log-probs by tree and action, gradient) over all micro-batches."""
+compiled = functools.cache(objective)
+
+
+def score(config, trees, weights, *, rows, row_length, buckets=()):
+    """(log-probs by tree and action, gradient, loss) over all micro-batches."""
     graphdef, params = build(config)
-    batches = packing.pack(trees, weights, rows=rows, row_length=row_length)
-    run = objective(graphdef)
+    batches = packing.pack(trees, weights, rows=rows, row_length=row_length, buckets=buckets)
+    run = compiled(graphdef)
     results = [run(params, jax.tree.map(jnp.asarray, b)) for b in batches]
     logprobs = packing.unpack(trees, batches, [r[0][1] for r in results])
-    return logprobs, jax.tree.map(lambda *g: np.sum(g, axis=0), *[r[1] for r in results])
+    gradient = jax.tree.map(lambda *g: np.sum(g, axis=0), *[r[1] for r in results])
+    return logprobs, gradient, sum(float(r[0][0]) for r in results)
 
 
 def relative(x, y):
@@ -101,8 +107,8 @@ def one_by_one(config):
 def test_packed_trees_give_the_log_probs_and_gradients_of_flat_trajectories(config, attention):
     trees, weights = forest()
     config = dataclasses.replace(config, attention=attention)
-    logprobs, gradient = score(config, trees, weights, rows=2, row_length=160)
-    flat_logprobs, flat_gradient = one_by_one(dataclasses.replace(config, attention="auto"))
+    logprobs, gradient, _ = score(config, trees, weights, rows=2, row_length=160)
+    flat_logprobs, flat_gradient, _ = one_by_one(dataclasses.replace(config, attention="auto"))
     flat = iter(flat_logprobs)
     for tree, found in zip(trees, logprobs, strict=True):
         order = {id(a): i for i, a in enumerate(tree.actions())}
@@ -113,6 +119,46 @@ def test_packed_trees_give_the_log_probs_and_gradients_of_flat_trajectories(conf
     both = zip(*map(jax.tree.leaves_with_path, (gradient, flat_gradient)), strict=True)
     for (name, got), (_, expected) in both:
         assert relative(got, expected) < 1e-5, jax.tree_util.keystr(name)
+
+
+@settings(max_examples=6)
+@given(st.integers(0, 10_000), st.sampled_from([0.5, 1.0]), st.sampled_from([2, 64]), st.booleans())
+def test_trees_with_contexts_of_their_own_give_what_their_contexts_give_one_by_one(
+    seed, fresh_rate, vocab, split
+):
+    tree = random_trees.random_tree(seed, turns=5, fresh_rate=fresh_rate, vocab=vocab)
+    weight = random_trees.random_weights(tree, seed)
+    # The shortest row there is room in for any path of such a tree, or one that holds it whole.
+    found, gradient, _ = score(QWEN, [tree], [weight], rows=2, row_length=64 if split else 256)
+    chains, weights = packing.flatten(tree, weight)
+    flat, flat_gradient, _ = score(
+        dataclasses.replace(QWEN, attention="dense"), chains, weights, rows=8, row_length=64
+    )
+    expected = iter([numbers for chain in flat for numbers in chain])
+    order = {id(a): i for i, a in enumerate(tree.actions())}
+    for path in tree.paths():
+        for action in path:
+            # Float32; sums in another order.
+            np.testing.assert_allclose(found[0][order[id(action)]], next(expected), atol=1e-5)
+    assert next(expected, None) is None
+    for got, wanted in zip(*map(jax.tree.leaves, (gradient, flat_gradient)), strict=True):
+        assert relative(got, wanted) < 1e-5
+
+
+def test_shorter_rows_give_the_same_loss_and_gradients():
+    trees = [random_trees.random_tree(s, turns=5, fresh_rate=s % 2) for s in range(8)]
+    weights = [random_trees.random_weights(t, i) for i, t in enumerate(trees)]
+    shape = {"rows": 2, "row_length": 256}
+    buckets = (128, 192)
+    shapes = {b.tokens.shape for b in packing.pack(trees, weights, **shape, buckets=buckets)}
+    assert len(shapes) > 1
+    plain = score(QWEN, trees, weights, **shape)
+    bucketed = score(QWEN, trees, weights, **shape, buckets=buckets)
+    assert bucketed[2] == pytest.approx(plain[2], rel=1e-5)
+    for got, expected in zip(*map(jax.tree.leaves, (bucketed[0], plain[0])), strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+    for got, expected in zip(*map(jax.tree.leaves, (bucketed[1], plain[1])), strict=True):
+        assert relative(got, expected) < 1e-5
 
 
 def test_a_tree_split_over_rows_gives_what_it_gives_whole():
