@@ -112,7 +112,12 @@ def base() -> config_dict.ConfigDict:
     config.batch = batch = config_dict.ConfigDict()
     batch.tasks = 8  # P, tasks an update
     batch.rows = 2  # rows of a micro-batch
-    batch.row_length = 2048  # tokens of a row, a multiple of 128
+    batch.row_length = 2048  # most tokens of a row, a multiple of 128
+    # Shorter rows that a micro-batch may have instead, multiples of 128. Each is one more shape to
+    # compile; () for none. None: 1/2, 3/4 and 7/8 of row_length.
+    batch.row_buckets = optional(tuple)
+    # Most tokens of one path of a tree; a longer one is refused, never cut. None: policy.context.
+    batch.path_length = optional(int)
     batch.minibatches = 1  # optimiser steps an epoch; divides tasks
     batch.epochs = 1  # passes over an update's trees
 
@@ -192,6 +197,20 @@ def resolve(config: config_dict.ConfigDict, *, mode: str = "train") -> config_di
         branching.forks_per_root = 0 if flat else FORKS_PER_ROOT
     if branching.siblings is None:
         branching.siblings = 1 if flat else SIBLINGS
+    if config.batch.row_buckets is None:
+        config.batch.row_buckets = row_buckets(config.batch.row_length)
+    if config.batch.path_length is None:
+        config.batch.path_length = config.policy.context
     checks.validate(config, base(), mode=mode)
     config.lock()
     return config
+
+
+def row_buckets(row_length: int) -> tuple[int, ...]:
+    """1/2, 3/4 and 7/8 of `row_length`, rounded up to multiples of 128, those that are shorter.
+
+    Most trees are longer than half a row, or are cut into parts that are, so it is near the whole
+    that a finer choice saves the most.
+    """
+    eighths = {-(-row_length * part // 1024) * 128 for part in (4, 6, 7)}
+    return tuple(sorted(bucket for bucket in eighths if 0 < bucket < row_length))

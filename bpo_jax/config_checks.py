@@ -132,7 +132,7 @@ _AT_LEAST: dict[str, float] = {
     "optimizer.max_grad_norm": 0, "batch.tasks": 1, "batch.rows": 1, "batch.row_length": 128,
     "batch.minibatches": 1, "batch.epochs": 1, "budget.updates": 1, "budget.decoded_tokens": 1,
     "budget.returns": 1, "eval.tasks": 0, "eval.every": 0, "eval.step": 0, "eval.temperature": 0,
-    "checkpoint.every": 1, "checkpoint.keep": 1,
+    "checkpoint.every": 1, "checkpoint.keep": 1, "batch.path_length": 1,
     "warmstart.updates": 1, "warmstart.stop": 1, "warmstart.rows": 1,
     "warmstart.row_length": 128, "warmstart.warmup": 0,
     "warmstart.observation_weight": 0, "warmstart.vocab_size": 260,
@@ -141,6 +141,7 @@ _AT_LEAST: dict[str, float] = {
 _AT_MOST: dict[str, float] = {
     "seed": 2**32 - 1, "cpu_devices": 1024, "rollout.retries": 1000, "rollout.slots": 2**20,
     "batch.tasks": 2**20, "batch.rows": 2**20, "batch.row_length": 2**24, "policy.context": 2**24,
+    "batch.path_length": 2**24,
     "warmstart.rows": 2**20, "warmstart.row_length": 2**24, "warmstart.vocab_size": 2**24,
     "branching.siblings": 2**16, "algorithm.roots": 2**16, "checkpoint.keep": 2**20,
     "budget.decoded_tokens": 2**63 - 1, "budget.returns": 2**63 - 1,
@@ -385,6 +386,20 @@ def _training(config: config_dict.ConfigDict) -> None:
         _fail(
             config, "batch.row_length",
             f"a branch of policy.context={config.policy.context} tokens must fit a row",
+        )  # fmt: skip
+    if not config.policy.context <= batch.path_length <= batch.row_length:
+        _fail(
+            config, "batch.path_length",
+            f"expected at least policy.context={config.policy.context}, since nothing is cut from "
+            f"a branch, and at most batch.row_length={batch.row_length}",
+        )  # fmt: skip
+    if not all(
+        type(bucket) is int and 0 < bucket <= batch.row_length and bucket % 128 == 0
+        for bucket in batch.row_buckets
+    ):
+        _fail(
+            config, "batch.row_buckets",
+            f"expected multiples of 128 up to batch.row_length={batch.row_length}",
         )  # fmt: skip
     if config.optimizer.schedule == "cosine" and budget.updates is None:
         _fail(config, "optimizer.schedule", "the cosine needs an end: set budget.updates")

@@ -399,6 +399,8 @@ class Run:
                 estimates[part :: batch.minibatches],
                 row_length=batch.row_length,
                 rows=batch.rows,
+                buckets=batch.row_buckets,
+                path_length=batch.path_length,
                 scale=1.0 / (prompts * self.config.loss.normalizer),
             )
             for part in range(batch.minibatches)
@@ -431,9 +433,11 @@ class Run:
             self.learner, self.state, minibatches, epochs=self.config.batch.epochs
         )
         self.ledger.updates += 1
-        for unique, flat in map(packing.token_counts, trees):
+        counts = [packing.token_counts(tree) for tree in trees]
+        for unique, flat in counts:
             self.ledger.trained_unique += unique * self.config.batch.epochs
             self.ledger.trained_flat += flat * self.config.batch.epochs
+        numbers |= row_metrics(minibatches, sum(unique for unique, _ in counts))
         self.sync_weights()
         self.skipped = self.skipped + 1 if numbers["diag/skipped"] else 0
         if self.skipped >= MOST_SKIPPED:
@@ -515,6 +519,21 @@ def identity(config: config_dict.ConfigDict) -> dict[str, Any]:
 def named_seed(*names: int) -> int:
     """A 64-bit seed of its own for every sequence of numbers."""
     return int(np.random.SeedSequence(names).generate_state(1, np.uint64)[0])
+
+
+def row_metrics(
+    minibatches: Sequence[Sequence[packing.TreeBatch]], unique: int
+) -> dict[str, float]:
+    """How well the rows are used.
+
+    ``diag/padding`` is the share of their tokens that are padding, ``diag/repeated`` the share of
+    the others that are there once more, because a tree is longer than a row. All trees together
+    have `unique` tokens. Empty where there is nothing to train on.
+    """
+    tokens, room = packing.fill(batch for minibatch in minibatches for batch in minibatch)
+    if not tokens:
+        return {}
+    return {"diag/padding": 1 - tokens / room, "diag/repeated": 1 - unique / tokens}
 
 
 def tree_metrics(trees: Sequence[Tree], gamma: float) -> dict[str, float]:

@@ -133,6 +133,11 @@ BAD = {
     ),
     "row of an odd length": ({"batch__row_length": 2000}, "batch.row_length=2000"),
     "row shorter than a branch": ({"batch__row_length": 512}, "batch.row_length=512"),
+    "path shorter than a branch": ({"batch__path_length": 700}, "batch.path_length=700"),
+    "path longer than a row": ({"batch__path_length": 4096}, "batch.path_length=4096"),
+    "bucket of an odd length": ({"batch__row_buckets": (1000,)}, "batch.row_buckets=(1000,)"),
+    "bucket longer than a row": ({"batch__row_buckets": (2176,)}, "batch.row_buckets=(2176,)"),
+    "bucket that is no number": ({"batch__row_buckets": ("a",)}, "batch.row_buckets=('a',)"),
     "rows that do not divide": (
         {"cpu_devices": 2, "batch__rows": 3, "mesh__fsdp": 2},
         "batch.rows=3",
@@ -301,6 +306,22 @@ def test_a_config_of_another_shape_is_refused_in_one_line(case):
 
 def test_a_whole_number_may_stand_for_a_fraction():
     assert resolve(retyped("algorithm", "gamma", 1)).algorithm.gamma == 1
+
+
+@pytest.mark.parametrize(
+    ("row_length", "buckets"),
+    [(2048, (1024, 1536, 1792)), (384, (256,)), (128, ()), (16_384, (8192, 12_288, 14_336))],
+)
+def test_rows_are_half_three_quarters_or_seven_eighths_as_long_where_nothing_is_said(
+    row_length, buckets
+):
+    config = resolve(make_config(policy__context=128, batch__row_length=row_length))
+    assert config.batch.row_buckets == buckets
+    assert resolve(make_config(batch__row_buckets=())).batch.row_buckets == ()
+
+
+def test_a_path_may_be_as_long_as_the_context_where_nothing_is_said():
+    assert resolve(make_config(policy__context=640)).batch.path_length == 640
 
 
 def test_rows_of_cloning_divide_over_the_devices():

@@ -120,7 +120,8 @@ def test_every_update_logs_the_agreed_numbers(finished):
             "loss/policy", "loss/kl", "loss/entropy", "rollout/success", "rollout/return",
             "rollout/length", "rollout/logprob_gap", "tree/roots", "tree/leaves", "tree/forks",
             "tree/depth", "tree/masked", "diag/grad_norm", "diag/grad_norm_var",
-            "diag/clip_fraction", "diag/approx_kl", "diag/ess", "ledger/decoded",
+            "diag/clip_fraction", "diag/approx_kl", "diag/ess", "diag/padding", "diag/repeated",
+            "ledger/decoded",
             "ledger/prefilled", "ledger/cache_saved", "ledger/sandbox_steps", "ledger/forks",
             "ledger/trained_unique", "ledger/trained_flat", "ledger/returns", "ledger/updates",
             "time/rollout", "time/pack", "time/score", "time/update", "time/wall",
@@ -131,6 +132,8 @@ def test_every_update_logs_the_agreed_numbers(finished):
         # The learner and the sampler are two programs for one distribution.
         assert line["rollout/logprob_gap"] < 1e-4
         assert line["diag/skipped"] == 0
+        assert 0 <= line["diag/padding"] < 1
+        assert 0 <= line["diag/repeated"] < 1
     assert any(line["tree/forks"] > 0 for line in lines)
     assert lines[-1]["ledger/trained_unique"] < lines[-1]["ledger/trained_flat"]
 
