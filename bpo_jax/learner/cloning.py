@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from bpo_jax.learner import mesh as mesh_lib
 from bpo_jax.learner import optimizer as optimizer_lib
 from bpo_jax.learner import update as update_lib
-from bpo_jax.models import decoder
+from bpo_jax.models import decoder, scoring
 from bpo_jax.packing import TreeBatch
 
 
@@ -75,9 +75,7 @@ def make(
     rows, whole = mesh_lib.batch_sharding(mesh), mesh_lib.replicated(mesh)
 
     def objective(params: Any, batch: TreeBatch) -> tuple[jax.Array, jax.Array]:
-        logprob_bt, _ = update_lib.token_scores(
-            graphdef, params, batch, temperature=1.0, chunk=chunk
-        )
+        logprob_bt, _ = scoring.token_scores(graphdef, params, batch, chunk=chunk, mesh=mesh)
         action_bt = batch.coefficient
         read_bt = (batch.parent >= 0) & (batch.action_id < 0)
         weight_bt = action_bt + context_weight * read_bt
@@ -85,7 +83,7 @@ def make(
         action_loss = -jnp.sum(action_bt * logprob_bt)
         return loss, jnp.stack([loss, weight_bt.sum(), action_loss, action_bt.sum()])
 
-    gradient = update_lib.by_rows(jax.grad(objective, has_aux=True), mesh, total=True)
+    gradient = jax.grad(objective, has_aux=True)
 
     def step(state: update_lib.LearnerState, batch: TreeBatch) -> Any:
         grads, sums = gradient(state.params, batch)

@@ -1,30 +1,12 @@
-"""The device mesh and the one table that says which model axis lives on which mesh axis.
-
-Arrays are annotated with *logical* axis names where they are declared; `RULES` maps those to mesh
-axes, so changing how a model is spread over devices changes this table and nothing else. ``data``
-replicates the model, ``fsdp`` shards parameters and optimiser state and is a batch axis too,
-``tensor`` splits heads, the feed-forward layer and the vocabulary.
-"""
+"""The device mesh of the learner; `bpo_jax.models.partition` says what lives where on it."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-AXES = ("data", "fsdp", "tensor")
-
-RULES: dict[str, str | tuple[str, ...] | None] = {
-    "batch": ("data", "fsdp"),
-    "layers": None,
-    "embed": "fsdp",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "head_dim": None,
-    "mlp": "tensor",
-    "vocab": "tensor",
-}
+from bpo_jax.models.partition import AXES, RULES
+from bpo_jax.models.partition import param_shardings as param_shardings
 
 
 def make_mesh(
@@ -57,37 +39,6 @@ def make_mesh(
     return jax.make_mesh(
         tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices
     )
-
-
-def sharding(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> NamedSharding:
-    """Where an array with logical `axes` lives.
-
-    An axis whose size its mesh axes do not divide is replicated (two key/value heads on four
-    tensor devices, say).
-
-    Raises:
-      KeyError: an axis name without a rule.
-    """
-    spec: list[Any] = []
-    for name, size in zip(axes, shape, strict=True):
-        target = RULES[name] if name is not None else None
-        parts = (target,) if isinstance(target, str) else (target or ())
-        ways = 1
-        for part in parts:
-            ways *= mesh.shape[part]
-        spec.append(target if parts and size % ways == 0 else None)
-    return NamedSharding(mesh, PartitionSpec(*spec))
-
-
-def param_shardings(mesh: Mesh, shapes: Any, axes: Any) -> Any:
-    """Shardings of a tree of parameters.
-
-    Args:
-      mesh: see `make_mesh`.
-      shapes: tree of arrays or shape structs.
-      axes: the same tree with the tuple of logical axis names of every parameter.
-    """
-    return jax.tree.map(lambda leaf, names: sharding(mesh, names, leaf.shape), shapes, axes)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

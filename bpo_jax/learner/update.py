@@ -14,13 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from bpo_jax.learner import loss as loss_lib
 from bpo_jax.learner import mesh as mesh_lib
 from bpo_jax.learner import optimizer as optimizer_lib
-from bpo_jax.models import decoder, logprobs
+from bpo_jax.models import decoder, scoring
 from bpo_jax.packing import TreeBatch
 
 Params = Any
@@ -78,58 +77,6 @@ class Learner:
     score: Callable[[Params, TreeBatch], jax.Array]
 
 
-def token_scores(
-    graphdef: nnx.GraphDef, params: Params, batch: TreeBatch, *, temperature: float, chunk: int
-) -> tuple[jax.Array, jax.Array]:
-    """Log-prob of every token and the entropy it was drawn with, both [B, T] float32.
-
-    A token is predicted where it was sampled, at its parent, which at a fork is not the token
-    before it. Tokens without a parent get the prediction at index 0, which means nothing.
-    """
-    model = nnx.merge(graphdef, params)
-    hidden_btd = model(batch.tokens, batch.position, batch.subtree_end)
-    parent_bt = jnp.maximum(batch.parent, 0)
-    source_btd = jnp.take_along_axis(hidden_btd, parent_bt[..., None], axis=1)
-    logprob_n, entropy_n = logprobs.token_logprobs(
-        source_btd.reshape(-1, source_btd.shape[-1]),
-        model.head_dv(),
-        batch.tokens.reshape(-1),
-        temperature=temperature,
-        chunk=chunk,
-    )
-    return logprob_n.reshape(parent_bt.shape), entropy_n.reshape(parent_bt.shape)
-
-
-def by_rows(
-    fn: Callable[[Params, TreeBatch], Any], mesh: Mesh, *, total: bool
-) -> Callable[[Params, TreeBatch], Any]:
-    """Runs `fn` on every device's own rows, where the mesh does nothing but replicate the model.
-
-    Left to itself, the compiler would gather all rows for the loop over live attention blocks,
-    whose bounds depend on the data.
-
-    Args:
-      fn: (params, micro-batch) -> pytree, of sums over rows or of arrays with rows in front.
-      mesh: where another axis than ``data`` is larger than 1, `fn` is returned as it is.
-      total: the results are sums, to be added over devices; otherwise rows, to be put together.
-    """
-    if mesh.shape["data"] == 1 or mesh.size != mesh.shape["data"]:
-        return fn
-    everywhere, rows = PartitionSpec(), PartitionSpec("data")
-
-    def local(params: Params, batch: TreeBatch) -> Any:
-        out = fn(params, batch)
-        return jax.lax.psum(out, "data") if total else out
-
-    return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(everywhere, rows),
-        out_specs=everywhere if total else rows,
-        check_vma=False,
-    )
-
-
 def make(
     config: decoder.DecoderConfig,
     *,
@@ -149,8 +96,10 @@ def make(
       chunk: tokens whose logits exist at the same time.
       mesh: devices to shard over; one device where None.
     """
-    graphdef, shapes, axes = decoder.abstract(config)
     mesh = mesh_lib.make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
+    if config.attention == "auto" and mesh.devices.flat[0].platform == "tpu":
+        config = dataclasses.replace(config, attention="flash")
+    graphdef, shapes, axes = decoder.abstract(config)
     transform = optimizer_lib.make(optimizer)
     whole = mesh_lib.replicated(mesh)
     on_params = mesh_lib.param_shardings(mesh, shapes, axes)
@@ -158,14 +107,15 @@ def make(
     rows = mesh_lib.batch_sharding(mesh)
 
     def scores(params: Params, batch: TreeBatch) -> tuple[jax.Array, jax.Array]:
-        return token_scores(graphdef, params, batch, temperature=temperature, chunk=chunk)
+        return scoring.token_scores(
+            graphdef, params, batch, temperature=temperature, chunk=chunk, mesh=mesh
+        )
 
     def objective(params: Params, batch: TreeBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
         logprob_bt, entropy_bt = scores(params, batch)
         return loss_lib.tree_loss(logprob_bt, entropy_bt, batch, loss)
 
-    gradient = by_rows(jax.grad(objective, has_aux=True), mesh, total=True)
-    score = by_rows(lambda params, batch: scores(params, batch)[0], mesh, total=False)
+    gradient = jax.grad(objective, has_aux=True)
 
     def zeros(params: Params) -> Any:
         # Sums are kept in float32 whatever the parameters are stored in.
@@ -214,7 +164,7 @@ def make(
             donate_argnums=0,
         ),
         score=jax.jit(
-            score,
+            lambda params, batch: scores(params, batch)[0],
             in_shardings=(on_params, rows),
             out_shardings=rows,
         ),

@@ -18,8 +18,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from bpo_jax.models import partition
 from bpo_jax.models.config import DecoderConfig as DecoderConfig
 from bpo_jax.models.config import Remat as Remat
 from bpo_jax.models.tree_attention import tree_attention
@@ -30,6 +32,9 @@ Cache = tuple[tuple[jax.Array, jax.Array], ...]
 """Of every layer the keys [batch, kv_heads, head_dim, length] and the values [batch, kv_heads,
 length, head_dim]: the two orders in which the products of one new token read them without a copy.
 Rows are on axis 0 of both, so ``jax.tree.map(lambda x: x.at[to].set(x[of]), cache)`` forks."""
+
+KeysValues = tuple[jax.Array, jax.Array]
+"""Keys and values of packed rows, [layers, b, t, kv_heads, head_dim] each."""
 
 
 def _param(
@@ -132,6 +137,8 @@ class Decoder(nnx.Module):
         tokens_bt: Int[Array, "b t"],
         position_bt: Int[Array, "b t"],
         subtree_end_bt: Int[Array, "b t"],
+        *,
+        mesh: Mesh | None = None,
     ) -> Float[Array, "b t d"]:
         """Hidden states of packed trees, after the final norm.
 
@@ -139,19 +146,88 @@ class Decoder(nnx.Module):
           tokens_bt: token ids in preorder.
           position_bt: depth of every token in its own path; the rotary position.
           subtree_end_bt: one past the last token below each; see `tree_attention`.
+          mesh: devices the rows and the model are spread over; see `bpo_jax.models.partition`.
 
         Returns:
           Hidden states in ``config.dtype``. The prediction of token i is read at its parent.
         """
+
+        def attend(_, q, k, v):
+            return self._attend(q, k, v, subtree_end_bt, mesh=mesh), None
+
+        return self._stack(tokens_bt, position_bt, attend, None, mesh)[0]
+
+    def extend(
+        self,
+        tokens_bs: Int[Array, "b s"],
+        position_bs: Int[Array, "b s"],
+        index_bs: Int[Array, "b s"],
+        subtree_end_bt: Int[Array, "b t"],
+        keys_values: KeysValues,
+        *,
+        mesh: Mesh | None = None,
+    ) -> tuple[Float[Array, "b s d"], KeysValues]:
+        """Hidden states of some tokens of packed trees, given the keys and values of the others.
+
+        Args:
+          tokens_bs: ids of the tokens to compute.
+          position_bs: their depths.
+          index_bs: their indices in the row, ascending; -1 for padding.
+          subtree_end_bt: of all tokens of the row.
+          keys_values: of all tokens of the row; what stands at `index_bs` is replaced.
+          mesh: as above.
+
+        Returns:
+          Hidden states as above, and the keys and values with the new ones in their places.
+        """
+        rows = jnp.arange(index_bs.shape[0])[:, None]
+        # Past the end, where a write is dropped.
+        place_bs = jnp.where(index_bs < 0, subtree_end_bt.shape[1], index_bs)
+
+        def attend(kv, q, k, v):
+            k, v = (
+                old.at[rows, place_bs].set(new.astype(old.dtype), mode="drop")
+                for old, new in zip(kv, (k, v), strict=True)
+            )
+            return self._attend(q, k, v, subtree_end_bt, index_bs, mesh=mesh), (k, v)
+
+        return self._stack(tokens_bs, position_bs, attend, keys_values, mesh)
+
+    def _attend(self, q, k, v, subtree_end_bt, index_bs=None, *, mesh):
+        return tree_attention(
+            q,
+            k.astype(q.dtype),
+            v.astype(q.dtype),
+            subtree_end_bt,
+            index_bs,
+            implementation=self.config.attention,
+            mesh=mesh,
+        )
+
+    def _stack(
+        self,
+        tokens_bs: jax.Array,
+        position_bs: jax.Array,
+        attend: Callable[..., tuple[jax.Array, Any]],
+        per_layer: Any,
+        mesh: Mesh | None,
+    ) -> tuple[jax.Array, Any]:
+        """Runs all layers; ``attend(of this layer, q, k, v)`` also returns what is stacked."""
         c = self.config
-        rope = rope_angles(c, position_bt)
+        rope = rope_angles(c, position_bs)
         graphdef, stacked = nnx.split(self.layers)
 
-        def attend(q, k, v):
-            return tree_attention(q, k, v, subtree_end_bt, implementation=c.attention)
+        def layer(x_bsd, inputs):
+            params, of_layer = inputs
+            kept = []
 
-        def layer(x_btd, params):
-            return nnx.merge(graphdef, params)(x_btd, rope, attend), None
+            def attend_here(q, k, v):
+                out, keep = attend(of_layer, q, k, v)
+                kept.append(keep)
+                return out
+
+            x_bsd = nnx.merge(graphdef, params)(x_bsd, rope, attend_here)
+            return partition.constrain(x_bsd, mesh, ("batch", "length", None)), kept[0]
 
         if c.remat != "none":
             policies = jax.checkpoint_policies
@@ -161,8 +237,9 @@ class Decoder(nnx.Module):
             }
             # Inside a scan the barriers against common subexpressions would only cost time.
             layer = jax.checkpoint(layer, policy=keep[c.remat], prevent_cse=False)
-        x_btd, _ = jax.lax.scan(layer, self._embed(tokens_bt), nnx.to_pure_dict(stacked))
-        return rms_norm(x_btd, self.final_norm[...], c.rms_norm_eps)
+        x_bsd = partition.constrain(self._embed(tokens_bs), mesh, ("batch", "length", None))
+        x_bsd, kept = jax.lax.scan(layer, x_bsd, (nnx.to_pure_dict(stacked), per_layer))
+        return rms_norm(x_bsd, self.final_norm[...], c.rms_norm_eps), kept
 
     def decode(
         self,

@@ -5,16 +5,19 @@ Which token sees which is defined in `bpo_jax.models.visibility`, for every impl
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from bpo_jax.models import chunked_attention, visibility
+from bpo_jax.models import chunked_attention, flash_attention, partition, visibility
 
-Implementation = Literal["auto", "dense", "chunked"]
-IMPLEMENTATIONS = ("auto", "dense", "chunked")
+Implementation = Literal["auto", "dense", "chunked", "flash"]
+IMPLEMENTATIONS = ("auto", "dense", "chunked", "flash")
 
 DENSE_UP_TO = 256
 """Rows up to this length have too few blocks for skipping to pay."""
@@ -31,6 +34,7 @@ def tree_attention(
     *,
     implementation: Implementation = "auto",
     block: int | None = None,
+    mesh: Mesh | None = None,
 ) -> Float[Array, "b s h d"]:
     """softmax(q k^T / sqrt(d)) v, where a token sees its ancestors and itself.
 
@@ -45,8 +49,11 @@ def tree_attention(
       query_index_bs: which tokens of the row are the queries, ascending, -1 for padding; all of
         them where None (then s = t).
       implementation: "dense" builds [s, t] scores; "chunked" skips blocks in which no query sees a
-        key, forward and backward, in memory linear in t; "auto" chooses by length.
+        key, forward and backward, in memory linear in t, on any device; "flash" does the same in
+        kernels of a TPU; "auto" chooses among the first two by length.
       block: queries and keys of a block; what is measured to be best where None.
+      mesh: every device attends its own rows and heads of it (`bpo_jax.models.partition`). Left to
+        itself, the compiler would gather all rows for a loop whose bounds depend on the data.
 
     Raises:
       ValueError: an unknown implementation, head counts that do not divide, or scores that "dense"
@@ -58,6 +65,9 @@ def tree_attention(
         raise ValueError(f"{h} query heads are not a multiple of {kv} key heads")
     if query_index_bs is None:
         query_index_bs = visibility.all_tokens(subtree_end_bt)
+    if mesh is not None and mesh.size > 1:
+        local = functools.partial(tree_attention, implementation=implementation, block=block)
+        return _on_mesh(local, mesh, q_bshd, k_btkd, v_btkd, subtree_end_bt, query_index_bs)
     if implementation == "auto":
         implementation = "dense" if t <= DENSE_UP_TO else "chunked"
     if implementation == "dense":
@@ -73,7 +83,39 @@ def tree_attention(
         return chunked_attention.attend(
             q_bshd, k_btkd, v_btkd, query_index_bs, subtree_end_bt, **sizes
         )
+    if implementation == "flash":
+        blocks = {} if block is None else {"block_q": block, "block_k": block}
+        return flash_attention.attend(
+            q_bshd, k_btkd, v_btkd, query_index_bs, subtree_end_bt, **blocks
+        )
     raise ValueError(f"attention {implementation!r}: expected {', '.join(IMPLEMENTATIONS)}")
+
+
+def _on_mesh(
+    local: Callable[..., jax.Array],
+    mesh: Mesh,
+    q_bshd: jax.Array,
+    k_btkd: jax.Array,
+    v_btkd: jax.Array,
+    subtree_end_bt: jax.Array,
+    query_index_bs: jax.Array,
+) -> jax.Array:
+    h, kv = q_bshd.shape[2], k_btkd.shape[2]
+    heads_ways = partition.ways(mesh, "heads")
+    if h % heads_ways == 0 and heads_ways % kv == 0:
+        # Fewer key heads than devices: each gets a copy of the one its query heads use.
+        k_btkd, v_btkd = (jnp.repeat(x, heads_ways // kv, axis=2) for x in (k_btkd, v_btkd))
+    split = h % heads_ways == 0 and k_btkd.shape[2] % heads_ways == 0
+    heads = "heads" if split else None
+    on_rows = partition.spec(mesh, ("batch",), q_bshd.shape[:1])
+    on_heads = partition.spec(mesh, ("batch", None, heads, None), q_bshd.shape)
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(on_heads, on_heads, on_heads, on_rows, on_rows),
+        out_specs=on_heads,
+        check_vma=False,  # loops over blocks carry values that start the same everywhere
+    )(q_bshd, k_btkd, v_btkd, subtree_end_bt, query_index_bs)
 
 
 def _dense(

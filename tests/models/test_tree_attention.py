@@ -186,7 +186,7 @@ def test_bfloat16_stays_close_to_float32():
 
 
 def test_an_unknown_implementation_is_refused():
-    with pytest.raises(ValueError, match="expected auto, dense, chunked"):
+    with pytest.raises(ValueError, match="expected auto, dense, chunked, flash"):
         tree_attention(*inputs(chain(4)), implementation="sparse")
 
 
