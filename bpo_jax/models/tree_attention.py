@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from bpo_jax.models import chunked_attention, flash_attention, partition, visibility
+from bpo_jax.models import chunked_attention, partition, visibility
 
 Implementation = Literal["auto", "dense", "chunked", "flash"]
 IMPLEMENTATIONS = ("auto", "dense", "chunked", "flash")
@@ -79,14 +79,27 @@ def tree_attention(
             )
         return _dense(q_bshd, k_btkd, v_btkd, query_index_bs, subtree_end_bt)
     if implementation == "chunked":
-        sizes = {} if block is None else {"block_q": block, "block_k": block}
         return chunked_attention.attend(
-            q_bshd, k_btkd, v_btkd, query_index_bs, subtree_end_bt, **sizes
+            q_bshd,
+            k_btkd,
+            v_btkd,
+            query_index_bs,
+            subtree_end_bt,
+            block_q=block or chunked_attention.BLOCK_Q,
+            block_k=block or chunked_attention.BLOCK_K,
         )
     if implementation == "flash":
-        blocks = {} if block is None else {"block_q": block, "block_k": block}
+        # Imported where it is used: Pallas takes a second, and a CPU has no use for it.
+        from bpo_jax.models import flash_attention
+
         return flash_attention.attend(
-            q_bshd, k_btkd, v_btkd, query_index_bs, subtree_end_bt, **blocks
+            q_bshd,
+            k_btkd,
+            v_btkd,
+            query_index_bs,
+            subtree_end_bt,
+            block_q=block or flash_attention.BLOCK_Q,
+            block_k=block or flash_attention.BLOCK_K,
         )
     raise ValueError(f"attention {implementation!r}: expected {', '.join(IMPLEMENTATIONS)}")
 

@@ -131,7 +131,9 @@ trees = [t.random_trees.random_tree(s, turns=6, fork_rate=0.4) for s in range(8)
 batch = t.pack(trees, rows=4, row_length=640)
 weight = np.random.default_rng(0).normal(size=(2, *batch.tokens.shape)).astype(np.float32)
 weight *= batch.subtree_end > np.arange(640)
-for config in (t.QWEN, dataclasses.replace(t.LLAMA, num_kv_heads=1)):
+one_key_head = dataclasses.replace(t.LLAMA, num_kv_heads=1)
+meshes = [(t.QWEN, {"data": 2, "fsdp": 2}), (t.QWEN, {"fsdp": 2, "tensor": 2})]
+for config, sizes in (*meshes, (one_key_head, {"tensor": 4})):
     graphdef, params = t.build(config)
 
     def total(params, batch, mesh):
@@ -141,18 +143,17 @@ for config in (t.QWEN, dataclasses.replace(t.LLAMA, num_kv_heads=1)):
     run = jax.jit(jax.grad(total, has_aux=True), static_argnums=2)
     grad, scores = run(params, batch, None)
     _, shapes, axes = decoder.abstract(config)
-    for sizes in ({"data": 4}, {"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"tensor": 4}):
-        mesh = mesh_lib.make_mesh(**{"fsdp": 1} | sizes, devices=jax.devices()[:4])
-        placed = jax.device_put(params, partition.param_shardings(mesh, shapes, axes))
-        rows = jax.device_put(batch, mesh_lib.batch_sharding(mesh))
-        got_grad, got = run(placed, rows, mesh)
-        t.assert_same(got, scores, batch)
-        pairs = zip(jax.tree.leaves_with_path(got_grad), jax.tree.leaves(grad))
-        for (name, x), y in pairs:
-            assert relative(x, np.asarray(y)) < 1e-5, (sizes, name)
-        _, _, cache = scoring.score(graphdef, placed, batch, mesh=mesh)
-        assert scoring.new_tokens(batch, cache) == 0
-        print(config.num_kv_heads, sizes, "ok")
+    mesh = mesh_lib.make_mesh(**{"fsdp": 1} | sizes, devices=jax.devices()[:4])
+    placed = jax.device_put(params, partition.param_shardings(mesh, shapes, axes))
+    rows = jax.device_put(batch, mesh_lib.batch_sharding(mesh))
+    got_grad, got = run(placed, rows, mesh)
+    t.assert_same(got, scores, batch)
+    pairs = zip(jax.tree.leaves_with_path(got_grad), jax.tree.leaves(grad))
+    for (name, x), y in pairs:
+        assert relative(x, np.asarray(y)) < 1e-5, (sizes, name)
+    _, _, cache = scoring.score(graphdef, placed, batch, mesh=mesh)
+    assert scoring.new_tokens(batch, cache) == 0
+    print(config.num_kv_heads, sizes, "ok")
 """
 
 
@@ -164,4 +165,4 @@ def test_every_mesh_gives_the_scores_and_gradients_of_one_device():
         timeout=600, cwd=pathlib.Path(__file__).parents[2],
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("ok") == 8
+    assert result.stdout.count("ok") == 3
