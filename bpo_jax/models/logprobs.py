@@ -62,7 +62,9 @@ def token_logprobs(
         return logprob[0], entropy[0]
     b, t, _ = hidden_btd.shape
     places = _Places.on(mesh, b, head_dv.shape)
-    length = max(1, min(chunk // (b // places.row_ways), t))
+    # Chunks of one size with little padding.
+    count = -(-t * (b // places.row_ways) // chunk)
+    length = max(1, -(-t // count))
     missing = -t % length
     hidden = jnp.pad(hidden_btd, ((0, 0), (0, missing), (0, 0)))
     target = jnp.pad(target_bt, ((0, 0), (0, missing)))
@@ -170,9 +172,9 @@ def _forward(places: _Places, length, scale, hidden_btd, head_dv, target_bt):
             here = target_bc - first
             picked = jnp.take_along_axis(logits, here[..., None], axis=-1, mode="clip")[..., 0]
             picked = jnp.where((here >= 0) & (here < logits.shape[-1]), picked, 0.0)
-            total, mean, picked = places.total(
-                (jnp.sum(weights, axis=-1), jnp.sum(weights * logits, axis=-1), picked)
-            )
+            # A product that is not written out is computed again for each of its sums.
+            mean = jnp.einsum("bcv,bcv->bc", weights, logits)
+            total, mean, picked = places.total((jnp.sum(weights, axis=-1), mean, picked))
             logz = top + jnp.log(total)
             return picked - logz, logz - mean / total, logz
 
