@@ -169,6 +169,14 @@ def test_a_cut_by_hand():
     assert [p.parent for p in parts[1].pieces] == [-1, 0, 1, 1]
 
 
+def test_fewer_parts_count_more_than_fewer_tokens():
+    # Four leaves of 10 new tokens each. To cut in the middle repeats 5; to cut off the first and
+    # the last repeats 2, but makes three parts.
+    laid, shared = np.array([10, 20, 30, 40]), np.array([0, 1, 5, 1])
+    assert layout._cut(laid, shared, capacity=25) == [(0, 1), (2, 3)]
+    assert layout._cut(laid, shared, capacity=24) == [(0, 0), (1, 2), (3, 3)]
+
+
 def test_a_path_longer_than_a_row_names_tree_and_lengths():
     tree = random_trees.random_tree(1)
     with pytest.raises(ValueError, match=r"'random-1' has a trajectory of \d+ tokens, .* holds 9:"):
