@@ -53,6 +53,8 @@ SMOLLM2_135M = DecoderConfig(
 )
 FLAT_ROWS = 4
 """Branches of a micro-batch of the flat run; both runs then hold about as many tokens at once."""
+CHUNK = 192
+"""Tokens whose logits exist at once; a CPU's caches like fewer than an accelerator."""
 
 
 def make_tree(config: DecoderConfig, *, branches: int, shared: int, length: int) -> Tree:
@@ -124,7 +126,10 @@ class Ours:
     def __init__(self, config: DecoderConfig):
         self.config = config
         self.learner = update_lib.make(
-            config, loss=LossSettings(), optimizer=OptimizerSettings(learning_rate=1e-6)
+            config,
+            loss=LossSettings(),
+            optimizer=OptimizerSettings(learning_rate=1e-6),
+            chunk=CHUNK,
         )
         self.params = self.learner.place(decoder.init(config, 0)[1])
         self.state: Any = None
@@ -321,9 +326,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--no-torch", dest="torch", action="store_false")
     parser.add_argument("--no-train", dest="train", action="store_false")
-    parser.add_argument(
-        "--table", action="store_true", help="cost by branches and depth instead"
-    )
+    parser.add_argument("--table", action="store_true", help="cost by branches and depth instead")
     parser.add_argument("--long", action="store_true", help="one row of 32,768 tokens instead")
     args = parser.parse_args()
     config = dataclasses.replace(SMOLLM2_135M, num_layers=args.layers)

@@ -1,0 +1,44 @@
+"""The benchmarks run, on shapes too small to measure anything, and count what they say."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+import numpy as np
+import pytest
+
+from benchmarks import tree_forward
+
+TINY = dataclasses.replace(
+    tree_forward.SMOLLM2_135M, vocab_size=64, hidden_size=24, intermediate_size=32, num_layers=1,
+    num_heads=3, num_kv_heads=1, head_dim=8,
+)  # fmt: skip
+
+
+def test_the_comparison_reports_both_passes_and_their_ratios():
+    args = argparse.Namespace(
+        branches=4, length=64, shared=0.75, repeats=1, torch=False, train=True
+    )
+    result = tree_forward.compare(args, TINY)
+    assert (result["flat_tokens"], result["unique_tokens"]) == (256, 48 + 4 * 16)
+    for name in ("score", "train"):
+        assert result[name]["ratio"] > 0
+        assert result[name]["flop_ratio"] > 1
+
+
+@pytest.mark.parametrize("shared", [0, 48])
+def test_visible_pairs_are_counted_one_by_one(shared):
+    tree = tree_forward.make_tree(TINY, branches=3, shared=max(shared, 1), length=64)
+    (batch,) = tree_forward.pack([tree], rows=1, row_length=256)
+    i, j = np.arange(256)[:, None], np.arange(256)
+    seen = (j <= i) & (i < batch.subtree_end[0][None])
+    assert tree_forward.visible_pairs([batch]) == seen.sum()
+
+
+def test_a_chain_costs_what_the_formula_for_a_causal_model_says():
+    tree = tree_forward.make_tree(TINY, branches=1, shared=1, length=128)
+    batches = tree_forward.pack([tree], rows=1, row_length=128)
+    per_layer = 24 * 24 * 2 + 2 * 24 * 8 + 3 * 24 * 32
+    expected = 2 * 128 * (per_layer + 24 * 64) + 4 * (128 * 129 // 2) * 24
+    assert tree_forward.forward_flops(TINY, batches) == expected
