@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 
 PREFIX = "package:"
 ASSETS = pathlib.Path(__file__).parent / "assets"
@@ -13,6 +14,13 @@ def folder(name: str) -> pathlib.Path:
     if name.startswith(PREFIX):
         return ASSETS / name.removeprefix(PREFIX)
     return pathlib.Path(name)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether `name` can only be a model on a hub, "owner/model", and no path that is mistyped."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):
+        return False
+    return not pathlib.Path(name).exists() and not pathlib.Path(name).parent.is_dir()
 
 
 def names() -> list[str]:

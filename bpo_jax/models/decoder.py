@@ -1,4 +1,4 @@
-"""One decoder for Qwen2.5 and Llama 3: a configuration says which of the two it is.
+"""One decoder for Qwen2.5, Qwen3 and Llama 3: a configuration says which of them it is.
 
 The same parameters are run in two ways. `Decoder.__call__` scores packed trees: layers are scanned
 (one compiled body, rematerialised if asked) and attention follows ``subtree_end``. `Decoder.decode`
@@ -81,6 +81,11 @@ class Block(nnx.Module):
             self.q_bias = param((h, n), ("heads", "head_dim"), _zeros)
             self.k_bias = param((k, n), ("kv_heads", "head_dim"), _zeros)
             self.v_bias = param((k, n), ("kv_heads", "head_dim"), _zeros)
+        if c.o_bias:
+            self.o_bias = param((d,), ("embed",), _zeros)
+        if c.qk_norm:
+            self.q_norm = param((n,), ("head_dim",), _ones)
+            self.k_norm = param((n,), ("head_dim",), _ones)
         self.mlp_norm = param((d,), ("embed",), _ones)
         self.gate = param((d, f), ("embed", "mlp"))
         self.up = param((d, f), ("embed", "mlp"))
@@ -102,8 +107,13 @@ class Block(nnx.Module):
             q = q + self.q_bias[...].astype(dtype)
             k = k + self.k_bias[...].astype(dtype)
             v = v + self.v_bias[...].astype(dtype)
+        if c.qk_norm:
+            q = rms_norm(q, self.q_norm[...], c.rms_norm_eps)
+            k = rms_norm(k, self.k_norm[...], c.rms_norm_eps)
         out_bthd = attend(rotate(q, *rope), rotate(k, *rope), v)
         x_btd = x_btd + jnp.einsum("bthn,hnd->btd", out_bthd, self.o[...].astype(dtype))
+        if c.o_bias:
+            x_btd = x_btd + self.o_bias[...].astype(dtype)
         h_btd = rms_norm(x_btd, self.mlp_norm[...], c.rms_norm_eps)
         gate = jax.nn.silu(h_btd @ self.gate[...].astype(dtype))
         up = h_btd @ self.up[...].astype(dtype)
@@ -131,6 +141,9 @@ class Decoder(nnx.Module):
         self.final_norm = _param(rngs, config, (d,), ("embed",), _ones)
         if not config.tie_embeddings:
             self.head = _param(rngs, config, (d, v), ("embed", "vocab"), _normal(_INIT_STDDEV))
+        if config.value_head:
+            self.value = _param(rngs, config, (d,), ("embed",), _zeros)
+            self.value_bias = _param(rngs, config, (), (), _zeros)
 
     def __call__(
         self,
@@ -291,6 +304,17 @@ class Decoder(nnx.Module):
     def head_dv(self) -> Float[Array, "d v"]:
         """The matrix that turns hidden states into logits."""
         return self.embedding[...].T if self.config.tie_embeddings else self.head[...]
+
+    def values(self, hidden_btd: Float[Array, "b t d"]) -> Float[Array, "b t"]:
+        """The value head on hidden states, in float32; 0 everywhere before it is trained.
+
+        Raises:
+          ValueError: the configuration has none.
+        """
+        if not self.config.value_head:
+            raise ValueError("this decoder has no value head; build it with value_head=True")
+        value_d, bias = (p[...].astype(jnp.float32) for p in (self.value, self.value_bias))
+        return hidden_btd.astype(jnp.float32) @ value_d + bias
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
         return self.embedding[...].at[tokens].get(mode="clip").astype(jnp.dtype(self.config.dtype))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+import jax
 from flax import nnx
+from jax.sharding import Mesh, Sharding
 
-from bpo_jax.models import decoder, presets, weights
+from bpo_jax.models import decoder, hub, partition, presets, weights
 from bpo_jax.models import tokenizer as tokenizer_lib
 from bpo_jax.packaged import folder as folder
 
@@ -33,6 +35,14 @@ class Policy:
     params: decoder.Params
     tokenizer: transformers.PreTrainedTokenizerBase
 
+    def with_params(self, params: decoder.Params) -> Policy:
+        """The same policy with other parameters."""
+        return dataclasses.replace(self, params=params)
+
+
+def _placed(shape: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
 
 def load(
     *,
@@ -44,24 +54,31 @@ def load(
     dtype: str = "float32",
     param_dtype: str = "float32",
     remat: decoder.Remat = "none",
+    mesh: Mesh | None = None,
+    abstract: bool = False,
 ) -> Policy:
     """Loads or makes a policy.
 
     Args:
-      init: "random", "package:<name>", or a folder in Hugging Face's format.
+      init: "random", "package:<name>", a folder in Hugging Face's format, or the hub id of one.
       preset: for "random", a name in `presets` or a folder with a ``config.json``.
-      tokenizer: folder; None for the one beside the parameters (for "random": beside the preset, or
-        the one shipped with the package).
+      tokenizer: folder or hub id; None for the one beside the parameters (for "random": beside the
+        preset, or the one shipped with the package).
       context: longest branch; must be within what the model is made for.
       seed: of random parameters.
       dtype: of activations.
       param_dtype: of parameters.
       remat: what the backward pass computes again.
+      mesh: devices that loaded parameters are spread over as they are read, so that none of them,
+        and no host, ever holds the whole model; the first device where None.
+      abstract: leave the parameters out; the policy has their shapes, dtypes and places instead,
+        for a checkpoint to be read into.
 
     Raises:
+      OSError: it is not there, or cannot be fetched.
       ValueError: a context the model is not made for, or a tokenizer with more ids than the model.
     """
-    source = folder(preset if init == "random" else init)
+    source = folder(preset) if init == "random" else hub.local(init, weights=not abstract)
     if init == "random" and not source.is_dir():
         config = presets.preset(preset)
         source = folder(DEFAULT_TOKENIZER)
@@ -72,12 +89,15 @@ def load(
         raise ValueError(
             f"policy.context={context}: this model is made for {config.max_positions} positions"
         )
-    if init == "random":
+    graphdef, shapes, axes = decoder.abstract(config)
+    places = partition.param_shardings(mesh, shapes, axes) if mesh is not None else None
+    if abstract:
+        params = shapes if places is None else jax.tree.map(_placed, shapes, places)
+    elif init == "random":
         graphdef, params = decoder.init(config, seed)
     else:
-        graphdef, _, _ = decoder.abstract(config)
-        _, params = weights.load(source, config)
-    words = tokenizer_lib.load(folder(tokenizer) if tokenizer else source)
+        _, params = weights.load(source, config, shardings=places)
+    words = tokenizer_lib.load(hub.local(tokenizer, weights=False) if tokenizer else source)
     if len(words) > config.vocab_size:
         raise ValueError(
             f"the tokenizer has {len(words)} ids, but the model only {config.vocab_size}"

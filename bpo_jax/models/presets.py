@@ -1,4 +1,4 @@
-"""Known shapes: the small policy of the quickstart, Qwen2.5 and Llama 3.
+"""Known shapes: the small policy of the quickstart, Qwen2.5, Qwen3 and Llama 3.
 
 The figures of the released models are those of their public ``config.json``. Instruct and base
 models share them.
@@ -53,6 +53,24 @@ def _qwen(
     )
 
 
+def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, *, tied: bool) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=151_936,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=8,
+        head_dim=128,
+        rope_theta=1_000_000.0,
+        rms_norm_eps=1e-6,
+        tie_embeddings=tied,
+        qkv_bias=False,
+        qk_norm=True,
+        max_positions=40_960,
+    )
+
+
 def _llama(
     hidden: int,
     intermediate: int,
@@ -94,6 +112,12 @@ PRESETS: dict[str, DecoderConfig] = {
     "qwen2.5-14b": _qwen(5120, 13_824, 48, 40, 8, vocab=152_064, tied=False),
     "qwen2.5-32b": _qwen(5120, 27_648, 64, 40, 8, vocab=152_064, tied=False),
     "qwen2.5-72b": _qwen(8192, 29_568, 80, 64, 8, vocab=152_064, tied=False),
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
+    "qwen3-8b": _qwen3(4096, 12_288, 36, 32, tied=False),
+    "qwen3-14b": _qwen3(5120, 17_408, 40, 40, tied=False),
+    "qwen3-32b": _qwen3(5120, 25_600, 64, 64, tied=False),
     "llama-3.1-8b": _llama(4096, 14_336, 32, 32, head_dim=128, tied=False, factor=8.0),
     "llama-3.1-70b": _llama(8192, 28_672, 80, 64, head_dim=128, tied=False, factor=8.0),
     "llama-3.2-1b": _llama(2048, 8192, 16, 32, head_dim=64, tied=True, factor=32.0),
