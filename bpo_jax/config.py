@@ -46,12 +46,12 @@ def base() -> config_dict.ConfigDict:
     settings.expert_idleness = optional(float)  # probability that a demonstrated command is idle
 
     config.policy = policy = config_dict.ConfigDict()
-    # Where the parameters come from: "random", "package:<name>" (shipped with bpo_jax), or a folder
-    # in Hugging Face's format.
+    # Where the parameters come from: "random", "package:<name>" (shipped with bpo_jax), a folder in
+    # Hugging Face's format, or the hub id of one, "owner/model".
     policy.init = "random"
     # Sizes of a random policy: a name in bpo_jax/models/presets.py, or a folder with config.json.
     policy.preset = "tiny"
-    policy.tokenizer = optional(str)  # folder; None: the one that lies with the parameters
+    policy.tokenizer = optional(str)  # folder or hub id; None: the one with the parameters
     policy.context = 768  # longest branch in tokens, prompt included
     policy.dtype = "float32"  # of activations: float32 | bfloat16
     policy.param_dtype = "float32"  # of parameters and optimiser state
@@ -154,6 +154,13 @@ def base() -> config_dict.ConfigDict:
     config.checkpoint = checkpoint = config_dict.ConfigDict()
     checkpoint.every = 10  # updates; one is always written at the end and on Ctrl-C
     checkpoint.keep = 2  # the newest
+
+    # --mode=export: the newest checkpoint, or the initial policy, as a folder for other programs.
+    config.export = export = config_dict.ConfigDict()
+    export.path = optional(str)  # None: WORKDIR/export
+    export.step = optional(int)  # the checkpoint of this update; None: the newest
+    export.dtype = optional(str)  # of the tensors: bfloat16 | float32; None: policy.param_dtype
+    export.max_file_gib = 5.0  # a larger model is split into several files, with an index
 
     config.mesh = mesh = config_dict.ConfigDict()
     mesh.data = 1  # replicas of the model

@@ -15,11 +15,12 @@ from ml_collections import config_dict
 
 from bpo_jax import estimators, packaged
 
-MODES = ("train", "eval", "warmstart")
+MODES = ("train", "eval", "warmstart", "export")
 PLACEMENTS = ("threshold", "random", "none")
 PRESETS = (
     "tiny", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b",
-    "qwen2.5-32b", "qwen2.5-72b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b", "llama-3.2-3b",
+    "qwen2.5-32b", "qwen2.5-72b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b",
+    "qwen3-32b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b", "llama-3.2-3b",
 )  # fmt: skip
 """The names in `bpo_jax.models.presets`, which cannot be imported without JAX."""
 
@@ -136,7 +137,7 @@ _AT_LEAST: dict[str, float] = {
     "warmstart.updates": 1, "warmstart.stop": 1, "warmstart.rows": 1,
     "warmstart.row_length": 128, "warmstart.warmup": 0,
     "warmstart.observation_weight": 0, "warmstart.vocab_size": 260,
-    "warmstart.tokenizer_chats": 1, "warmstart.checkpoint_every": 1,
+    "warmstart.tokenizer_chats": 1, "warmstart.checkpoint_every": 1, "export.step": 0,
 }  # fmt: skip
 _AT_MOST: dict[str, float] = {
     "seed": 2**32 - 1, "cpu_devices": 1024, "rollout.retries": 1000, "rollout.slots": 2**20,
@@ -149,7 +150,7 @@ _AT_MOST: dict[str, float] = {
 _MOST_WHOLE, _MOST = 2**31 - 1, 1e30  # of all others: what 32 bits hold
 _POSITIVE = (
     "loss.clip_low", "loss.clip_high", "loss.normalizer", "optimizer.learning_rate",
-    "optimizer.eps", "algorithm.epsilon", "warmstart.learning_rate",
+    "optimizer.eps", "algorithm.epsilon", "warmstart.learning_rate", "export.max_file_gib",
 )  # fmt: skip
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "algorithm.gamma": (lambda x: 0 < x <= 1, "in (0, 1]"),
@@ -261,7 +262,9 @@ def make_environment(config: config_dict.ConfigDict) -> Any:
 
 def _policy(config: config_dict.ConfigDict) -> None:
     init, tokenizer = config.policy.init, config.policy.tokenizer
-    if tokenizer is not None and not packaged.folder(tokenizer).is_dir():
+    if tokenizer is not None and not (
+        packaged.folder(tokenizer).is_dir() or packaged.is_hub_id(tokenizer)
+    ):
         _fail(config, "policy.tokenizer", "no such folder")
     if init == "random":
         preset = config.policy.preset
@@ -276,10 +279,11 @@ def _policy(config: config_dict.ConfigDict) -> None:
                 config, "policy.init",
                 f"no such policy in the package, which has: {', '.join(packaged.names())}",
             )  # fmt: skip
-    elif not (pathlib.Path(init) / "config.json").is_file():
+    elif not packaged.is_hub_id(init) and not (pathlib.Path(init) / "config.json").is_file():
         _fail(
             config, "policy.init",
-            "expected random, package:<name>, or a folder with config.json and *.safetensors",
+            "expected random, package:<name>, a folder with config.json and *.safetensors, or the "
+            "hub id of such a model",
         )  # fmt: skip
 
 
@@ -457,9 +461,10 @@ def _choices(config: config_dict.ConfigDict) -> None:
         "policy.dtype": ("float32", "bfloat16"),
         "policy.param_dtype": ("float32", "bfloat16"),
         "policy.remat": ("none", "dots", "full"),
+        "export.dtype": (None, "float32", "bfloat16"),
         "loss.kl_estimator": ("k1", "k2", "k3"),
         "optimizer.schedule": ("constant", "cosine"),
     }.items():
         section, name = key.split(".")
         if config[section][name] not in allowed:
-            _fail(config, key, f"expected one of {', '.join(allowed)}")
+            _fail(config, key, f"expected one of {', '.join(filter(None, allowed))}")

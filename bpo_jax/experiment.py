@@ -176,8 +176,9 @@ class Run:
         self.config = config
         self.algorithm = estimators.ALGORITHMS[config.algorithm.name]
         environment = config_lib.make_environment(config)
+        mesh = mesh_lib.make_mesh(**config.mesh.to_dict())
         try:
-            policy = policy_lib.load(seed=config.seed, **config.policy.to_dict())
+            policy = policy_lib.load(seed=config.seed, mesh=mesh, **config.policy.to_dict())
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise config_lib.ConfigError(f"policy.init={config.policy.init!r}: {reason}") from error
@@ -196,7 +197,7 @@ class Run:
             ),
             temperature=config.rollout.temperature,
             chunk=config.loss.chunk,
-            mesh=mesh_lib.make_mesh(**config.mesh.to_dict()),
+            mesh=mesh,
         )
         params = self.learner.place(policy.params)
         self.state = self.learner.start(params)

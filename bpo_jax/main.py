@@ -28,7 +28,8 @@ Trains language-model agents by reinforcement learning on trees of trajectories.
   --workdir=DIR        where checkpoints, metrics.jsonl, summary.json and TensorBoard events go; the
                        same command with the same DIR resumes a run that was stopped
   --mode=MODE          train (default); eval: evaluate the newest checkpoint in DIR, or the initial
-                       policy where there is none; warmstart: clone the environment's expert
+                       policy where there is none; warmstart: clone the environment's expert;
+                       export: write that policy as a folder for transformers and others
   --config.KEY=VALUE   overrides one key, e.g. --config.algorithm.name=grpo --config.seed=1
   --help               this text; with --config also every key of that configuration
 
@@ -213,6 +214,11 @@ def run(config: config_dict.ConfigDict, workdir: str, mode: str) -> int:
         from bpo_jax import warmstart
 
         return 130 if warmstart.run(config, workdir)["status"] == "interrupted" else 0
+    if mode == "export":
+        from bpo_jax import export
+
+        export.run(config, workdir)
+        return 0
     from bpo_jax import experiment
 
     if mode == "eval":

@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from ml_collections import config_dict
 
@@ -367,7 +366,8 @@ def _starting_policy(config: config_dict.ConfigDict, make_chats: Any) -> _Start:
     own_words = c.tokenizer is not None or (source / "tokenizer.json").is_file()
     try:
         if c.init != "random" or own_words:
-            loaded = policy.load(seed=config.seed, **c.to_dict())
+            mesh = mesh_lib.make_mesh(**config.mesh.to_dict())
+            loaded = policy.load(seed=config.seed, mesh=mesh, **c.to_dict())
             return _Start(loaded.config, loaded.params, loaded.tokenizer)
         model = weights.read_config(source) if source.is_dir() else presets.preset(c.preset)
         model = dataclasses.replace(model, dtype=c.dtype, param_dtype=c.param_dtype, remat=c.remat)
@@ -434,7 +434,7 @@ def _export(
     config: config_dict.ConfigDict,
     counts: dict[str, int],
 ) -> None:
-    weights.save(folder, start.config, jax.device_get(params), dtype="bfloat16")
+    weights.save(folder, start.config, params, dtype="bfloat16")
     start.tokenizer.save_pretrained(folder)
     given = [flag for flag in sys.argv[1:] if not flag.startswith("--workdir")]
     provenance = {

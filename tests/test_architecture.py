@@ -17,6 +17,7 @@ FLOORS = {
     "experiment": 5,
     "evaluation": 5,
     "warmstart": 5,
+    "export": 5,
     "rollout": 4,
     "learner": 4,
     # Checks values against what the estimators declare. Nothing below the loop reads a config:

@@ -116,6 +116,7 @@ class Checkpoints:
         config: dict[str, Any] | None = None,
         step: int | None = None,
         latest: int | None = None,
+        part: bool = False,
     ) -> tuple[int, Any, dict[str, Any]] | None:
         """Reads the newest checkpoint that is whole.
 
@@ -127,6 +128,7 @@ class Checkpoints:
           config: sections that must equal those in the record's ``config``; None for none.
           step: this checkpoint and no other.
           latest: pass over checkpoints of later steps.
+          part: `like` is a dictionary of some entries of the saved state; the others are not read.
 
         Returns:
           (step, state, record), or None where there is no checkpoint to choose from.
@@ -150,7 +152,7 @@ class Checkpoints:
                 if config is not None:
                     saved = {section: record["config"].get(section) for section in config}
                     _compare(saved, config, self.directory / str(candidate))
-                state = self._read(candidate, state=ocp.args.StandardRestore(like))["state"]
+                state = self._read(candidate, state=_what(like, part))["state"]
                 return candidate, state, record
             except ConfigMismatch:
                 raise
@@ -174,6 +176,13 @@ class Checkpoints:
 
     def _read(self, step: int, **items: Any) -> Any:
         return self._manager.restore(step, args=ocp.args.Composite(**items))
+
+
+def _what(like: Any, part: bool) -> ocp.args.CheckpointArgs:
+    if not part:
+        return ocp.args.StandardRestore(like)
+    places = ocp.checkpoint_utils.construct_restore_args(like)
+    return ocp.args.PyTreeRestore(like, restore_args=places, partial_restore=True)
 
 
 def _compare(saved: dict[str, Any], now: dict[str, Any], where: pathlib.Path) -> None:
