@@ -67,16 +67,21 @@ def _pad(x: jax.Array, length: int, fill: int = 0) -> jax.Array:
 
 def live_list(
     query_index_bs: jax.Array, subtree_end_bt: jax.Array, *, block_q: int, block_k: int
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The key blocks that each query block needs.
 
     Returns:
-      int32 [b, nq, nk], for each query block the needed key blocks in order and then the others,
-      and int32 [b, nq], how many are needed.
+      int32 [b, nq, nk], for each query block the key blocks it sees whole, then the others it
+      needs, then the rest, each in order; and twice int32 [b, nq], how many it sees whole and how
+      many it needs.
     """
-    live = visibility.live_blocks(query_index_bs, subtree_end_bt, block_q=block_q, block_k=block_k)
-    order = jnp.argsort(~live, axis=-1, stable=True)
-    return order.astype(jnp.int32), jnp.sum(live, axis=-1, dtype=jnp.int32)
+    sizes = {"block_q": block_q, "block_k": block_k}
+    live = visibility.live_blocks(query_index_bs, subtree_end_bt, **sizes)
+    whole = visibility.whole_blocks(query_index_bs, subtree_end_bt, **sizes)
+    rank = jnp.where(whole, 0, jnp.where(live, 1, 2))
+    order = jnp.argsort(rank, axis=-1, stable=True).astype(jnp.int32)
+    whole_bn, live_bn = (jnp.sum(x, axis=-1, dtype=jnp.int32) for x in (whole, live))
+    return order, whole_bn, live_bn
 
 
 def _matmul(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -96,13 +101,13 @@ def _for_live_blocks(
       carry: handed from one query block to the next.
       outer: (carry, row, query block, visit) -> (carry, result), where ``visit(step, state)``
         calls ``step(state, row, key block, mask)`` for each needed key block. The mask is added to
-        scores [group * block_q, block_k].
+        scores [group * block_q, block_k]; it is 0 where the whole block is seen.
 
     Returns:
       The last carry, and the results stacked [b, query blocks, ...].
     """
     group, block_q, block_k = layout
-    order, count = live_list(index_bs, end_bt, block_q=block_q, block_k=block_k)
+    order, whole, count = live_list(index_bs, end_bt, block_q=block_q, block_k=block_k)
     b, blocks = count.shape
     index = index_bs.reshape(b, blocks, block_q)
     end = end_bt.reshape(b, -1, block_k)
@@ -111,7 +116,10 @@ def _for_live_blocks(
         row, at = number // blocks, number % blocks
 
         def visit(step: Callable[..., Any], state: Any) -> Any:
-            def inner(n: jax.Array, state: Any) -> Any:
+            def unmasked(n: jax.Array, state: Any) -> Any:
+                return step(state, row, order[row, at, n], 0.0)
+
+            def masked(n: jax.Array, state: Any) -> Any:
                 block = order[row, at, n]
                 key = block * block_k + jnp.arange(block_k)
                 seen = visibility.visible(index[row, at][:, None], key, end[row, block])
@@ -119,7 +127,9 @@ def _for_live_blocks(
                 mask = jnp.tile(jnp.where(seen, 0.0, _FLOOR), (group, 1))
                 return step(state, row, block, mask)
 
-            return jax.lax.fori_loop(0, count[row, at], inner, state)
+            # Most of a tree is seen whole: its trunk by everything above, without a mask.
+            state = jax.lax.fori_loop(0, whole[row, at], unmasked, state)
+            return jax.lax.fori_loop(whole[row, at], count[row, at], masked, state)
 
         return outer(carry, row, at, visit)
 

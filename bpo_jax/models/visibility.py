@@ -61,6 +61,27 @@ def live_blocks(
     return below & (first_bn[:, :, None] < reach_bn[:, None, :])
 
 
+def whole_blocks(
+    query_index_bs: Int[Array, "b s"],
+    subtree_end_bt: Int[Array, "b t"],
+    *,
+    block_q: int,
+    block_k: int,
+) -> Bool[Array, "b nq nk"]:
+    """The pairs of blocks in which every query sees every key, so that no mask is needed.
+
+    Arguments as of `live_blocks`.
+    """
+    b, s = query_index_bs.shape
+    t = subtree_end_bt.shape[1]
+    query_bns = query_index_bs.reshape(b, s // block_q, block_q)
+    first_bn, last_bn = jnp.min(query_bns, axis=-1), jnp.max(query_bns, axis=-1)
+    shortest_bn = jnp.min(subtree_end_bt.reshape(b, t // block_k, block_k), axis=-1)
+    last_key_n = (jnp.arange(t // block_k, dtype=subtree_end_bt.dtype) + 1) * block_k - 1
+    below = last_key_n[None, None, :] <= first_bn[:, :, None]
+    return below & (last_bn[:, :, None] < shortest_bn[:, None, :])
+
+
 def all_tokens(subtree_end_bt: Int[Array, "b t"]) -> Int[Array, "b t"]:
     """The query index of rows in which every token is a query."""
     index = jnp.arange(subtree_end_bt.shape[1], dtype=subtree_end_bt.dtype)

@@ -128,16 +128,21 @@ def test_padding_gives_zero_and_receives_no_gradient(implementation):
 def test_exactly_the_blocks_in_which_something_is_seen_are_computed(shape):
     end = shape(96)
     end = jnp.asarray(end, jnp.int32)
-    order, count = chunked_attention.live_list(
+    order, whole, count = chunked_attention.live_list(
         visibility.all_tokens(end), end, block_q=8, block_k=8
     )
     got = {(b, q, int(k)) for b, q in np.ndindex(*count.shape) for k in order[b, q, : count[b, q]]}
-    blocks = seen(np.asarray(end)).reshape(len(end), 12, 8, 12, 8).any(axis=(2, 4))
+    pairs = seen(np.asarray(end)).reshape(len(end), 12, 8, 12, 8)
+    blocks = pairs.any(axis=(2, 4))
     needed = {tuple(map(int, pair)) for pair in np.argwhere(blocks)}
     assert needed <= got
     # A key block is taken where its longest subtree reaches into the query block, so with whole
     # subtrees in view nothing is taken in vain.
     assert got == needed
+    unmasked = {
+        (b, q, int(k)) for b, q in np.ndindex(*count.shape) for k in order[b, q, : whole[b, q]]
+    }
+    assert unmasked == {tuple(map(int, pair)) for pair in np.argwhere(pairs.all(axis=(2, 4)))}
 
 
 @pytest.mark.parametrize("implementation", ["dense", "chunked"])
