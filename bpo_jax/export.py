@@ -15,6 +15,7 @@ import sys
 from typing import Any
 
 import jax
+import transformers
 from ml_collections import config_dict
 
 import bpo_jax
@@ -62,6 +63,12 @@ def run(config: config_dict.ConfigDict, workdir: str) -> pathlib.Path:
         _write_json(partial / PROVENANCE, _provenance(config, target, workdir, step))
         _replace(target, partial)
         print(f"policy after update {step}: {target}", file=sys.stderr)
+        if not _auto_tokenizer_agrees(target, policy.tokenizer):
+            print(
+                "transformers.AutoTokenizer splits words as the model type does, not as this "
+                "policy learned to; load the tokenizer with PreTrainedTokenizerFast",
+                file=sys.stderr,
+            )
     return target
 
 
@@ -134,6 +141,17 @@ def _write_tokenizer(folder: pathlib.Path, tokenizer: Any, temperature: float) -
     }
     sampling = {name: value for name, value in sampling.items() if value is not None}
     _write_json(folder / "generation_config.json", sampling)
+
+
+def _auto_tokenizer_agrees(folder: pathlib.Path, tokenizer: Any) -> bool:
+    """Whether the class that transformers takes for the model reads its tokenizer as we do.
+
+    For some model types it takes one that ignores how ``tokenizer.json`` splits words, which
+    matters for tokenizers made here.
+    """
+    other = transformers.AutoTokenizer.from_pretrained(folder)
+    probe = "Don't open drawer 3:\n\n  you're at 12.5 café_x, (DRAWER 17)!\t1998"
+    return other(probe).input_ids == tokenizer(probe).input_ids
 
 
 def _provenance(
