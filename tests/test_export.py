@@ -5,6 +5,7 @@ import json
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -44,7 +45,7 @@ def trained(preset, tmp_path_factory):
     moved = jax.tree.map(lambda p: p + 0.01, run.state.params)
     run.checkpoints.save(7, dataclasses.replace(run.state, params=moved), run.committed)
     run.checkpoints.close()
-    return workdir, jax.device_get(moved)
+    return workdir, moved
 
 
 @pytest.fixture
@@ -149,12 +150,14 @@ def test_transformers_loads_an_export(trained, workdir, preset):
         messages, add_generation_prompt=True, return_tensors="np", return_dict=True
     )
     tokens = np.asarray(prompt["input_ids"])
-    assert tokens[0].tolist() == Dialogue(policy.tokenizer_lib.load(preset)).prompt_ids(messages)
+    ours = Dialogue(policy.tokenizer_lib.load(preset)).prompt_ids(messages)
+    np.testing.assert_array_equal(tokens[0], ours)
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens)).logits.numpy()
     graphdef, _, _ = decoder.abstract(weights.read_config(target))
     model = nnx.merge(graphdef, trained[1])
     length = tokens.shape[1]
-    hidden = model(tokens, np.arange(length)[None], np.full(tokens.shape, length))
+    position = jnp.arange(length)[None]
+    hidden = model(jnp.asarray(tokens), position, jnp.full(tokens.shape, length))
     np.testing.assert_allclose(hidden @ model.head_dv(), expected, atol=2e-5)
     assert theirs.generation_config.eos_token_id == Dialogue(words).stop_id
