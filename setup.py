@@ -16,6 +16,7 @@ REQUIRES = [
     "absl-py>=2.1",
     # Chat templates are Jinja; transformers does not require it and fails without it.
     "jinja2>=3.1",
+    "huggingface-hub>=0.34",
     # 0.10 is the last series that supports Python 3.11.
     "jax>=0.10,<0.11",
     "jaxtyping>=0.3",

@@ -15,7 +15,6 @@ import sys
 from typing import Any
 
 import jax
-import transformers
 from ml_collections import config_dict
 
 import bpo_jax
@@ -149,6 +148,8 @@ def _auto_tokenizer_agrees(folder: pathlib.Path, tokenizer: Any) -> bool:
     For some model types it takes one that ignores how ``tokenizer.json`` splits words, which
     matters for tokenizers made here.
     """
+    import transformers  # here, since the tokenizer module silences it first
+
     other = transformers.AutoTokenizer.from_pretrained(folder)
     probe = "Don't open drawer 3:\n\n  you're at 12.5 café_x, (DRAWER 17)!\t1998"
     return other(probe).input_ids == tokenizer(probe).input_ids
