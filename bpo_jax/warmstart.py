@@ -365,8 +365,8 @@ def _starting_policy(config: config_dict.ConfigDict, make_chats: Any) -> _Start:
     source = policy.folder(c.preset)
     own_words = c.tokenizer is not None or (source / "tokenizer.json").is_file()
     try:
+        mesh = mesh_lib.make_mesh(**config.mesh.to_dict())
         if c.init != "random" or own_words:
-            mesh = mesh_lib.make_mesh(**config.mesh.to_dict())
             loaded = policy.load(seed=config.seed, mesh=mesh, **c.to_dict())
             return _Start(loaded.config, loaded.params, loaded.tokenizer)
         model = weights.read_config(source) if source.is_dir() else presets.preset(c.preset)
@@ -381,7 +381,9 @@ def _starting_policy(config: config_dict.ConfigDict, make_chats: Any) -> _Start:
     texts = [message["content"] for chat in sample for message in chat]
     words = tokenizer.train(texts, config.warmstart.vocab_size)
     model = dataclasses.replace(model, vocab_size=-(-len(words) // 128) * 128)
-    return _Start(model, decoder.init(model, config.seed)[1], words)
+    _, shapes, axes = decoder.abstract(model)
+    places = mesh_lib.param_shardings(mesh, shapes, axes)
+    return _Start(model, decoder.init(model, config.seed, places)[1], words)
 
 
 @dataclasses.dataclass

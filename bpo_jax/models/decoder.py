@@ -379,15 +379,26 @@ def _cached_attention(
     return jnp.moveaxis(out_bkgsd, 3, 1).reshape(b, s, h, d)
 
 
-def init(config: DecoderConfig, seed: int) -> tuple[nnx.GraphDef, Params]:
-    """Builds a decoder with random parameters.
+def init(config: DecoderConfig, seed: int, shardings: Any = None) -> tuple[nnx.GraphDef, Params]:
+    """Builds a decoder with random parameters, which do not depend on where they live.
+
+    Args:
+      config: of the model.
+      seed: of the parameters.
+      shardings: where each parameter lives, in the structure of the parameters; every device draws
+        its own part alone. On the first device where None.
 
     Returns:
       The static description of the module and its parameters as a nested dictionary; inside a
       jitted function ``nnx.merge(graphdef, params)`` is the `Decoder` again.
     """
-    graphdef, params = nnx.split(Decoder(config, rngs=nnx.Rngs(seed)))
-    return graphdef, nnx.to_pure_dict(params)
+    draw = jax.jit(_draw, static_argnums=0, out_shardings=shardings)
+    return abstract(config)[0], draw(config, jax.random.key(seed))
+
+
+def _draw(config: DecoderConfig, key: jax.Array) -> Params:
+    _, params = nnx.split(Decoder(config, rngs=nnx.Rngs(key)))
+    return nnx.to_pure_dict(params)
 
 
 def abstract(config: DecoderConfig) -> tuple[nnx.GraphDef, Params, Params]:

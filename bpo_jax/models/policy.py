@@ -69,7 +69,7 @@ def load(
       dtype: of activations.
       param_dtype: of parameters.
       remat: what the backward pass computes again.
-      mesh: devices that loaded parameters are spread over as they are read, so that none of them,
+      mesh: devices that parameters are spread over as they are read or drawn, so that none of them,
         and no host, ever holds the whole model; the first device where None.
       abstract: leave the parameters out; the policy has their shapes, dtypes and places instead,
         for a checkpoint to be read into.
@@ -94,7 +94,7 @@ def load(
     if abstract:
         params = shapes if places is None else jax.tree.map(_placed, shapes, places)
     elif init == "random":
-        graphdef, params = decoder.init(config, seed)
+        graphdef, params = decoder.init(config, seed, places)
     else:
         _, params = weights.load(source, config, shardings=places)
     words = tokenizer_lib.load(hub.local(tokenizer, weights=False) if tokenizer else source)

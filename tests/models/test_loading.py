@@ -44,6 +44,37 @@ for data, fsdp, tensor in ((1, 4, 2), (2, 2, 2), (8, 1, 1)):
     assert jax.tree.all(jax.tree.map(lambda p, s: p.sharding == s, params, places))
 """
 
+DRAWN = """
+import sys
+import jax
+import numpy as np
+from bpo_jax.learner import mesh as mesh_lib
+from bpo_jax.learner import optimizer, update
+from bpo_jax.learner.loss import LossSettings
+from bpo_jax.models import decoder, policy
+
+settings = dict(init="random", preset=sys.argv[1], tokenizer=None, context=64, seed=3)
+whole = policy.load(**settings)
+mesh = mesh_lib.make_mesh(data=1, fsdp=2, tensor=2)
+drawn = policy.load(**settings, mesh=mesh)
+_, shapes, axes = decoder.abstract(drawn.config)
+places = mesh_lib.param_shardings(mesh, shapes, axes)
+jax.tree.map(np.testing.assert_array_equal, drawn.params, whole.params)
+assert jax.tree.all(jax.tree.map(lambda p, s: p.sharding == s, drawn.params, places))
+learner = update.make(
+    drawn.config,
+    loss=LossSettings(),
+    optimizer=optimizer.OptimizerSettings(learning_rate=1e-2),
+    mesh=mesh,
+)
+
+def buffers(params):
+    shards = (s for p in jax.tree.leaves(params) for s in p.addressable_shards)
+    return [s.data.unsafe_buffer_pointer() for s in shards]
+
+assert buffers(learner.place(drawn.params)) == buffers(drawn.params)
+"""
+
 
 def run(code: str, *arguments: str, devices: int = 1) -> str:
     done = subprocess.run(
@@ -68,6 +99,10 @@ def test_parameters_are_loaded_into_any_sharding(config, tmp_path):
     run(SHARDED, str(tmp_path), devices=8)
 
 
+def test_random_parameters_are_drawn_where_they_live_and_stay_there(tmp_path):
+    run(DRAWN, str(tiny_policy.write(tmp_path)), devices=4)
+
+
 # Memory.
 
 # Some 100 MiB are taken once, whatever the model: by compiling, and by an allocator that keeps what
@@ -80,15 +115,21 @@ SIZES = dataclasses.replace(
 PEAK = """
 import re, sys
 import jax
-from bpo_jax.models import weights
+from bpo_jax.learner import mesh as mesh_lib
+from bpo_jax.models import decoder, partition, weights
 
 def read(name):
     return int(re.search(name + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) / 1024
 
+_, shapes, axes = decoder.abstract(weights.read_config(sys.argv[1]))
+places = partition.param_shardings(mesh_lib.make_mesh(), shapes, axes)
 jax.block_until_ready(jax.numpy.zeros(8) + 1)  # the back end is up
 before = read("VmRSS")
-config, params = weights.load(sys.argv[1], dtype="float32")
-size = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 2**20
+config, params = weights.load(sys.argv[1], dtype="float32", shardings=places)
+assert len(params["layers"]["up"].addressable_shards) == jax.device_count()
+size = sum(
+    shard.data.nbytes for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards
+) / 2**20
 print(read("VmHWM") - before, size)
 """
 
@@ -126,10 +167,11 @@ def write_random(folder: pathlib.Path, dtype: str) -> None:
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="reads /proc")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_loading_takes_the_memory_of_the_parameters_and_little_more(dtype, tmp_path):
+@pytest.mark.parametrize(("dtype", "devices"), [("float32", 1), ("float32", 2), ("bfloat16", 2)])
+def test_loading_takes_the_memory_of_the_parameters_and_little_more(dtype, devices, tmp_path):
     write_random(tmp_path, dtype)
-    peak, size = map(float, run(PEAK, str(tmp_path)).split())
+    peak, size = map(float, run(PEAK, str(tmp_path), devices=devices).split())
+    print(f"peak {peak:.0f} MiB for {size:.0f} MiB of parameters")
     assert size > 3 * MARGIN_MIB  # so that a second copy would show
     assert peak < size + MARGIN_MIB
 
