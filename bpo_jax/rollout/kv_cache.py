@@ -1,189 +1,130 @@
-"""Rows of keys and values: one row a branch, each as long as the cache.
+"""Keys and values on the device: the pool of pages, and the workspace a batch is sampled in.
 
-A row also carries the hidden state of its last token, from which the next token is sampled, so that
-copying a row is all that forking a branch takes.
-
-`RowStore` holds the rows of an engine in one of a few sizes and moves them between sizes.
+The pool is what lasts: the tokens of all branches, page by page. XLA has no product that reads
+through a page table, so the pages of a batch are first laid out in a row each (`load`); what is
+sampled there is written back to the pages once per call (`write`). The past that branches have in
+common since a fork is left in the pool and read there once for all of them; see
+`bpo_jax.rollout.decoding`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
-from bpo_jax.models import decoder
+from bpo_jax.models.config import DecoderConfig
+from bpo_jax.rollout.pages import PAGE
 
 
-class Rows(NamedTuple):
+class Pool(NamedTuple):
     """Attributes:
-    layers: keys and values of every layer, as `decoder.init_cache` lays them out; rows lead.
-    hidden: [rows, hidden_size], the last token's hidden state.
+    keys: [layers, pages * PAGE, kv_heads, head_dim]; page p holds the tokens from p * PAGE on.
+    values: as `keys`.
+    hidden: [places, hidden_size], last hidden states, from which a next token is sampled.
     """
 
-    layers: decoder.Cache
+    keys: jax.Array
+    values: jax.Array
     hidden: jax.Array
 
 
-def empty(config: decoder.DecoderConfig, rows: int, length: int) -> Rows:
-    """Rows of zeros with room for `length` tokens each."""
-    return Rows(
-        layers=decoder.init_cache(config, rows, length, config.dtype),
-        hidden=jnp.zeros((rows, config.hidden_size), config.dtype),
-    )
+class Workspace(NamedTuple):
+    """The tokens of a batch that no other branch shares, and room for what is sampled.
 
-
-def time_axes(config: decoder.DecoderConfig) -> Rows:
-    """The axis along which each array of `Rows` grows with its length; None where it does not."""
-    short, long = (jax.eval_shape(lambda n=n: empty(config, 1, n)) for n in (8, 16))
-    return jax.tree.map(
-        lambda a, b: next((i for i in range(a.ndim) if a.shape[i] != b.shape[i]), -1), short, long
-    )
-
-
-def take(rows: Rows, index_n: Int[Array, "n"], axes: Rows, length: int) -> Rows:
-    """A new cache made of the rows at `index_n`, cut or padded to `length` tokens."""
-
-    def one(x, axis):
-        if axis >= 0 and length < x.shape[axis]:
-            x = jax.lax.slice_in_dim(x, 0, length, axis=axis)
-        x = jnp.take(x, index_n, axis=0, mode="clip")
-        if axis >= 0 and length > x.shape[axis]:
-            widths = [(0, length - x.shape[i] if i == axis else 0) for i in range(x.ndim)]
-            x = jnp.pad(x, widths)
-        return x
-
-    return jax.tree.map(one, rows, axes)
-
-
-def put(rows: Rows, part: Rows, index_n: Int[Array, "n"], count: Int[Array, ""]) -> Rows:
-    """Writes the first `count` rows of `part` to the rows `index_n`, in place where donated."""
-
-    def body(i, out):
-        return jax.tree.map(
-            lambda x, new: jax.lax.dynamic_update_index_in_dim(
-                x, jax.lax.dynamic_index_in_dim(new, i, keepdims=False), index_n[i], 0
-            ),
-            out,
-            part,
-        )
-
-    return jax.lax.fori_loop(0, count, body, rows)
-
-
-def copy(
-    rows: Rows, source_n: Int[Array, "n"], target_n: Int[Array, "n"], count: Int[Array, ""]
-) -> Rows:
-    """Copies row ``source[i]`` to row ``target[i]`` for i < count, in place where donated."""
-
-    def body(i, out):
-        return jax.tree.map(
-            lambda x: jax.lax.dynamic_update_index_in_dim(
-                x, jax.lax.dynamic_index_in_dim(x, source_n[i], keepdims=False), target_n[i], 0
-            ),
-            out,
-        )
-
-    return jax.lax.fori_loop(0, count, body, rows)
-
-
-class RowStore:
-    """The rows of an engine, in a batch size and a length taken from two short lists.
-
-    Args:
-      config: of the decoder.
-      row_sizes: batch sizes, ascending.
-      lengths: cache lengths, ascending.
-      jit: ``jax.jit``, or one that counts.
+    Attributes:
+      keys: of every layer [b, kv_heads, head_dim, length + window].
+      values: of every layer [b, kv_heads, length + window, head_dim]. These are the two orders in
+        which the products of one new token read them without a copy.
     """
 
-    def __init__(
-        self,
-        config: decoder.DecoderConfig,
-        row_sizes: Sequence[int],
-        lengths: Sequence[int],
-        jit: Callable[..., Any] = jax.jit,
-    ):
-        self.row_sizes, self.lengths = tuple(row_sizes), tuple(lengths)
-        self._config = config
-        axes = time_axes(config)
-
-        def take_rows(rows, index_n, *, length):
-            return take(rows, index_n, axes, length)
-
-        self._take = jit(take_rows, static_argnames="length")
-        self._put = jit(put, donate_argnums=0)
-        self._copy = jit(copy, donate_argnums=0)
-        self.size, self.length = self.row_sizes[0], self.lengths[0]
-        self.rows = empty(config, self.size, self.length)
-
-    def resize(self, index: Sequence[int], size: int, length: int) -> None:
-        """Keeps the rows at `index`, in that order, in a cache of another size.
-
-        It goes there in steps between neighbouring sizes, which keeps the number of compiled copies
-        small: batch first when that shrinks, last when it grows, for the fewest bytes.
-        """
-        while (self.size, self.length) != (size, length):
-            if size < self.size or length == self.length:
-                self.size = _towards(self.row_sizes, self.size, size)
-            else:
-                self.length = _towards(self.lengths, self.length, length)
-            index = index[: self.size]
-            self.rows = self._take(self.rows, padded(index, self.size), length=self.length)
-            index = range(len(index))
-
-    def checkout(self, index: Sequence[int], size: int) -> Rows:
-        """A batch of `size` to compute with: the cache itself, or a copy of the rows at `index`."""
-        if size == self.size:
-            return self.rows
-        return self._take(self.rows, padded(index, size), length=self.length)
-
-    def checkin(self, work: Rows, index: Sequence[int], size: int) -> None:
-        """Takes back what `checkout` gave."""
-        if size == self.size:
-            self.rows = work
-        else:
-            self.rows = self._put(self.rows, work, padded(index, size), np.int32(len(index)))
-
-    def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """Copies rows `source` to rows `target`."""
-        most = self.row_sizes[-1]
-        self.rows = self._copy(
-            self.rows, padded(source, most), padded(target, most), np.int32(len(source))
-        )
-
-    def warmup(self, size: int, length: int) -> None:
-        """Empties the cache in this size; compiles the copies inside it and to its neighbours."""
-        self.size, self.length = size, length
-        self.rows = empty(self._config, size, length)
-        self.copy([], [])
-        for near in _neighbours(self.row_sizes, size):
-            self._take(self.rows, padded([], near), length=length)
-        for near in _neighbours(self.lengths, length):
-            self._take(self.rows, padded([], size), length=near)
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
 
 
-def padded(index: Sequence[int], size: int) -> np.ndarray:
-    """`index` as int32 [size], followed by zeros."""
-    out = np.zeros(size, np.int32)
-    out[: len(index)] = index
-    return out
+class Copies(NamedTuple):
+    """Pages to copy before anything else: ``source[i]`` to ``target[i]`` for i < count."""
+
+    source: Int[Array, "n"]
+    target: Int[Array, "n"]
+    count: Int[Array, ""]
 
 
-def fitting(sizes: Sequence[int], wanted: int) -> int:
-    """The smallest of the ascending `sizes` that is at least `wanted`."""
-    return next(s for s in sizes if s >= wanted)
+def empty_pool(config: DecoderConfig, pages: int, places: int) -> Pool:
+    """A pool of zeros; `pages` without page 0."""
+    shape = (config.num_layers, (pages + 1) * PAGE, config.num_kv_heads, config.head_dim)
+    return Pool(
+        keys=jnp.zeros(shape, config.dtype),
+        values=jnp.zeros(shape, config.dtype),
+        hidden=jnp.zeros((places, config.hidden_size), config.dtype),
+    )
 
 
-def _towards(sizes: Sequence[int], now: int, wanted: int) -> int:
-    at = sizes.index(now)
-    return sizes[at + (wanted > now) - (wanted < now)]
+def bytes_per_token(config: DecoderConfig) -> int:
+    """Of keys and values, in all layers."""
+    size = jnp.dtype(config.dtype).itemsize
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * size
 
 
-def _neighbours(sizes: Sequence[int], now: int) -> list[int]:
-    at = sizes.index(now)
-    return [*sizes[max(at - 1, 0) : at], *sizes[at + 1 : at + 2]]
+def copy_pages(pool: Pool, copies: Copies) -> Pool:
+    """Makes the copies, in place where the pool is donated."""
+
+    def body(i, arrays):
+        def one(x):
+            size = (x.shape[0], PAGE, *x.shape[2:])
+            page = jax.lax.dynamic_slice(x, (0, copies.source[i] * PAGE, 0, 0), size)
+            return jax.lax.dynamic_update_slice(x, page, (0, copies.target[i] * PAGE, 0, 0))
+
+        return tuple(one(x) for x in arrays)
+
+    keys, values = jax.lax.fori_loop(0, copies.count, body, (pool.keys, pool.values))
+    return pool._replace(keys=keys, values=values)
+
+
+def pages_at(
+    x: Float[Array, "l slots k d"], layer: int | jax.Array, pages: Int[Array, "... n"]
+) -> Float[Array, "... t k d"]:
+    """The tokens on some pages of a layer, in order."""
+    layers, slots, kv, d = x.shape
+    flat = x.reshape(layers * (slots // PAGE), PAGE, kv, d)
+    # One index over layers and pages: a slice of the layer would be a copy of all of it.
+    out = jnp.take(flat, layer * (slots // PAGE) + pages, axis=0, mode="clip")
+    return out.reshape(*pages.shape[:-1], pages.shape[-1] * PAGE, kv, d)
+
+
+def load(pool: Pool, pages_bn: Int[Array, "b n"], window: int) -> Workspace:
+    """Lays out the pages of every row, with room for `window` tokens behind them."""
+    room = [(0, 0)] * 4
+    keys, values = [], []
+    for layer in range(pool.keys.shape[0]):
+        k_btkd = pages_at(pool.keys, layer, pages_bn)
+        v_btkd = pages_at(pool.values, layer, pages_bn)
+        keys.append(jnp.pad(k_btkd.transpose(0, 2, 3, 1), [*room[:3], (0, window)]))
+        values.append(jnp.pad(v_btkd.transpose(0, 2, 1, 3), [*room[:2], (0, window), (0, 0)]))
+    return Workspace(keys=tuple(keys), values=tuple(values))
+
+
+def write(
+    pool: Pool,
+    keys_lbskd: Float[Array, "l b s k d"],
+    values_lbskd: Float[Array, "l b s k d"],
+    slots_bs: Int[Array, "b s"],
+    columns: int | jax.Array,
+) -> Pool:
+    """Writes the tokens of the first `columns` columns to `slots_bs`, in place where donated."""
+    b = slots_bs.shape[0]
+
+    def body(i, arrays):
+        column, row = i // b, i % b
+
+        def one(x, new):
+            size = (new.shape[0], 1, 1, *new.shape[3:])
+            token = jax.lax.dynamic_slice(new, (0, row, column, 0, 0), size)[:, 0]
+            return jax.lax.dynamic_update_slice(x, token, (0, slots_bs[row, column], 0, 0))
+
+        return one(arrays[0], keys_lbskd), one(arrays[1], values_lbskd)
+
+    keys, values = jax.lax.fori_loop(0, columns * b, body, (pool.keys, pool.values))
+    return pool._replace(keys=keys, values=values)
