@@ -1,8 +1,9 @@
 """One decoder for Qwen2.5, Qwen3 and Llama 3: a configuration says which of them it is.
 
 The same parameters are run in two ways. `Decoder.__call__` scores packed trees: layers are scanned
-(one compiled body, rematerialised if asked) and attention follows ``subtree_end``. `Decoder.decode`
-samples: layers are unrolled, since a scanned stack copies weights and cache slices at every token.
+(one compiled body, rematerialised if asked) and attention follows ``subtree_end``. The
+sampler brings an attention of its own, over its cache: `Decoder.run_scanned` for many tokens,
+`Decoder.run_unrolled` for one, since a scanned stack copies weights and cache slices every time.
 
 Parameters are stacked along a leading ``layers`` axis and every one is declared once, in `Block` or
 `Decoder`, with its shape, its logical axes and its initialiser; abstract shapes, sharding and
@@ -11,6 +12,7 @@ initial values all derive from that line.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -28,11 +30,6 @@ from bpo_jax.models.tree_attention import tree_attention
 
 Params = dict[str, Any]
 """Nested dictionary of arrays, the plain pytree that jitted functions take."""
-Cache = tuple[tuple[jax.Array, jax.Array], ...]
-"""Of every layer the keys [batch, kv_heads, head_dim, length] and the values [batch, kv_heads,
-length, head_dim]: the two orders in which the products of one new token read them without a copy.
-Rows are on axis 0 of both, so ``jax.tree.map(lambda x: x.at[to].set(x[of]), cache)`` forks."""
-
 KeysValues = tuple[jax.Array, jax.Array]
 """Keys and values of packed rows, [layers, b, t, kv_heads, head_dim] each."""
 
@@ -254,44 +251,44 @@ class Decoder(nnx.Module):
         x_bsd, kept = jax.lax.scan(layer, x_bsd, (nnx.to_pure_dict(stacked), per_layer))
         return rms_norm(x_bsd, self.final_norm[...], c.rms_norm_eps), kept
 
-    def decode(
+    def run_scanned(
         self,
         tokens_bs: Int[Array, "b s"],
-        start_b: Int[Array, "b"],
-        cache: Cache,
-        blocks: tuple[Params, ...] | None = None,
-    ) -> tuple[Float[Array, "b s d"], Cache]:
-        """Appends tokens to a cache: one at a time while sampling, many while prefilling.
-
-        The tokens of row b sit at positions ``start_b[b] + arange(s)``, are written there, and see
-        cache positions up to their own. A row may be padded on the right: what padding writes is
-        never seen by a token at or before it, and is overwritten by the row's next tokens.
-        Positions beyond the cache are not written.
+        position_bs: Int[Array, "b s"],
+        attend: Callable[..., tuple[jax.Array, Any]],
+    ) -> tuple[Float[Array, "b s d"], Any]:
+        """Hidden states after the final norm, with an attention of the caller's own.
 
         Args:
-          tokens_bs: the new token ids.
-          start_b: position of the first of them, the number of tokens the row holds already.
-          cache: from `init_cache` or the call before.
-          blocks: ``self.blocks()``, computed outside a loop so that it is not repeated inside.
+          tokens_bs: token ids.
+          position_bs: their rotary positions.
+          attend: ``attend(layer, q_bshd, k_bskd, v_bskd)`` gives the heads' outputs [b, s, h, d]
+            and something to keep; the layer is a traced number. One body is compiled for all.
 
         Returns:
-          Hidden states after the final norm, and the cache, updated in place where it is donated.
+          Hidden states, and what was kept, stacked over layers.
         """
-        c = self.config
+        layers = jnp.arange(self.config.num_layers)
+        return self._stack(tokens_bs, position_bs, attend, layers, None)
+
+    def run_unrolled(
+        self,
+        tokens_bs: Int[Array, "b s"],
+        position_bs: Int[Array, "b s"],
+        attend: Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array],
+        blocks: tuple[Params, ...],
+    ) -> Float[Array, "b s d"]:
+        """As `run_scanned`, with a body for every layer, which `attend` knows as a plain number.
+
+        Args:
+          blocks: ``self.blocks()``, computed outside a loop so that it is not repeated inside.
+        """
         graphdef = nnx.graphdef(self.layers)
-        position_bs = start_b[:, None] + jnp.arange(tokens_bs.shape[1], dtype=start_b.dtype)
-        rope = rope_angles(c, position_bs)
+        rope = rope_angles(self.config, position_bs)
         x_bsd = self._embed(tokens_bs)
-        updated = []
-        for params, kv in zip(blocks or self.blocks(), cache, strict=True):
-            block = nnx.merge(graphdef, params)
-
-            def attend(q, k, v, kv=kv):
-                updated.append(_write(kv, k, v, position_bs))
-                return _cached_attention(q, *updated[-1], position_bs)
-
-            x_bsd = block(x_bsd, rope, attend)
-        return rms_norm(x_bsd, self.final_norm[...], c.rms_norm_eps), tuple(updated)
+        for index, params in enumerate(blocks):
+            x_bsd = nnx.merge(graphdef, params)(x_bsd, rope, functools.partial(attend, index))
+        return rms_norm(x_bsd, self.final_norm[...], self.config.rms_norm_eps)
 
     def blocks(self) -> tuple[Params, ...]:
         """The parameters of every layer by itself."""
@@ -350,35 +347,6 @@ def rotate(x_bthn: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return turned.astype(x_bthn.dtype)
 
 
-def _write(
-    kv: tuple[jax.Array, jax.Array], k_bskd: jax.Array, v_bskd: jax.Array, position_bs: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    keys_bkdt, values_bktd = kv
-    rows = jnp.arange(keys_bkdt.shape[0])[:, None]
-    in_order: dict[str, Any] = {"mode": "drop", "unique_indices": True, "indices_are_sorted": True}
-    keys = keys_bkdt.at[rows, :, :, position_bs].set(k_bskd.astype(keys_bkdt.dtype), **in_order)
-    values = values_bktd.at[rows, :, position_bs].set(v_bskd.astype(values_bktd.dtype), **in_order)
-    return keys, values
-
-
-def _cached_attention(
-    q_bshd: jax.Array, k_bkdt: jax.Array, v_bktd: jax.Array, position_bs: jax.Array
-) -> jax.Array:
-    """Attention of s tokens to cache positions up to their own; keys are not repeated."""
-    b, s, h, d = q_bshd.shape
-    kv, t = v_bktd.shape[1:3]
-    dtype = q_bshd.dtype
-    q_bkgsd = jnp.moveaxis(q_bshd.reshape(b, s, kv, h // kv, d), 1, 3) * (d**-0.5)
-    scores_bkgst = jnp.einsum(
-        "bkgsd,bkdt->bkgst", q_bkgsd, k_bkdt.astype(dtype), preferred_element_type=jnp.float32
-    )
-    seen_bst = jnp.arange(t) <= position_bs[..., None]
-    scores_bkgst = jnp.where(seen_bst[:, None, None], scores_bkgst, -jnp.inf)
-    weights_bkgst = jax.nn.softmax(scores_bkgst, axis=-1).astype(dtype)
-    out_bkgsd = jnp.einsum("bkgst,bktd->bkgsd", weights_bkgst, v_bktd.astype(dtype))
-    return jnp.moveaxis(out_bkgsd, 3, 1).reshape(b, s, h, d)
-
-
 def init(config: DecoderConfig, seed: int, shardings: Any = None) -> tuple[nnx.GraphDef, Params]:
     """Builds a decoder with random parameters, which do not depend on where they live.
 
@@ -416,14 +384,3 @@ def abstract(config: DecoderConfig) -> tuple[nnx.GraphDef, Params, Params]:
     )  # fmt: skip
     return graphdef, nnx.to_pure_dict(state), nnx.to_pure_dict(axes)
 
-
-def init_cache(config: DecoderConfig, batch: int, length: int, dtype: str = "float32") -> Cache:
-    """An empty cache for `batch` rows of up to `length` tokens."""
-    heads = (batch, config.num_kv_heads)
-    return tuple(
-        (
-            jnp.zeros((*heads, config.head_dim, length), dtype),
-            jnp.zeros((*heads, length, config.head_dim), dtype),
-        )
-        for _ in range(config.num_layers)
-    )

@@ -1,9 +1,10 @@
-"""The compiled half of the engine: computing what was read, and sampling what is said.
+"""Drawing a token from logits, on the device.
 
 A token is drawn with one uniform number; its log-probability and entropy come with it.
 
 A policy is trained at the temperature it is sampled at, so the log-probability and the entropy that
-come back are those of ``softmax(logits / temperature)``, without truncation of any kind.
+come back are those of ``softmax(logits / temperature)``; with truncation by top-k or top-p they are
+those of the truncated distribution, and the log-probability without truncation comes beside them.
 """
 
 from __future__ import annotations
@@ -12,118 +13,67 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
-
-from bpo_jax.models.decoder import Decoder
-from bpo_jax.rollout.kv_cache import Rows
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 
-class Sampled(NamedTuple):
-    """What `sample_turns` made.
+class Heat(NamedTuple):
+    """How logits become a distribution; plain numbers, which may change without a compilation.
 
     Attributes:
-      counts: int32 [b], tokens made in each row; what lies beyond them in a row means nothing.
-      ids: int32 [b, width].
-      logprobs: float32 [b, width].
-      entropies: float32 [b, width].
+      temperature: 0 is greedy.
+      top_k: only the k most probable tokens are sampled; 0: all.
+      top_p: of these only the fewest that hold at least this probability together; 1: all.
     """
 
-    counts: jax.Array
-    ids: jax.Array
-    logprobs: jax.Array
-    entropies: jax.Array
+    temperature: Float[Array, ""] | np.float32
+    top_k: Int[Array, ""] | np.int32 = np.int32(0)
+    top_p: Float[Array, ""] | np.float32 = np.float32(1.0)
 
 
-def prefill_chunk(
-    model: Decoder,
-    rows: Rows,
-    tokens_bs: Int[Array, "b s"],
-    start_b: Int[Array, "b"],
-    count_b: Int[Array, "b"],
-    temperature: Float[Array, ""],
-) -> tuple[Rows, Float[Array, "b"]]:
-    """Appends up to s tokens to every row.
+class Choice(NamedTuple):
+    """A token for every row, with its log-probability, the entropy, and the raw log-probability."""
 
-    Args:
-      tokens_bs: right-padded; row b holds ``count_b[b]`` tokens, none where it sits out.
-      start_b: tokens already in each row.
-
-    Returns:
-      The rows, and the entropy of the next token's distribution in each.
-    """
-    hidden_bsd, layers = model.decode(tokens_bs, start_b, rows.layers)
-    last_b = jnp.maximum(count_b - 1, 0)
-    last_bd = jnp.take_along_axis(hidden_bsd, last_b[:, None, None], axis=1)[:, 0]
-    hidden_bd = jnp.where(count_b[:, None] > 0, last_bd, rows.hidden)
-    _, entropy_b = log_softmax(_logits(hidden_bd, model.head_dv()), temperature)
-    return Rows(layers=layers, hidden=hidden_bd), entropy_b
+    token_b: jax.Array
+    logprob_b: jax.Array
+    entropy_b: jax.Array
+    raw_logprob_b: jax.Array
 
 
-def sample_turns(
-    model: Decoder,
-    rows: Rows,
-    start_b: Int[Array, "b"],
-    limit_b: Int[Array, "b"],
-    key_b2: UInt32[Array, "b 2"],
-    temperature: Float[Array, ""],
-    enough: Int[Array, ""],
-    *,
-    stop_id: int,
-    width: int,
-) -> tuple[Rows, Sampled]:
-    """Samples until at most `enough` rows have met neither the stop token nor their limit.
+def choose(
+    hidden_bd: Float[Array, "b d"],
+    head_dv: Float[Array, "d v"],
+    heat: Heat,
+    uniform_b: Float[Array, "b"],
+) -> Choice:
+    """Draws a token for every row from the distribution of what follows `hidden_bd`."""
+    raw_bv, raw_entropy_b = log_softmax(logits(hidden_bd, head_dv), heat.temperature)
 
-    Every sampled token is appended to the cache, save the last ones when no row goes on.
+    def truncated():
+        kept_bv = truncate(raw_bv, heat)
+        logp_bv = jnp.where(kept_bv, raw_bv, -jnp.inf)
+        logp_bv = logp_bv - jax.nn.logsumexp(logp_bv, axis=-1, keepdims=True)
+        return logp_bv, entropy(logp_bv)
 
-    Args:
-      start_b: tokens already in each row.
-      limit_b: the most tokens to sample in each row, at most `width`; 0 where it sits out.
-      key_b2: of each row, see `uniforms`.
-      enough: rows that may be left unfinished.
-    """
-    head_dv, blocks = model.head_dv(), model.blocks()
-    b = start_b.shape[0]
+    whole = (heat.top_k <= 0) & (heat.top_p >= 1.0)
+    logp_bv, entropy_b = jax.lax.cond(whole, lambda: (raw_bv, raw_entropy_b), truncated)
+    token_b = draw(logp_bv, uniform_b)
 
-    def body(carry):
-        step, rows, live_b, made = carry
-        logp_bv, entropy_b = log_softmax(_logits(rows.hidden, head_dv), temperature)
-        position_b = start_b + step
-        token_b = draw(logp_bv, uniforms(key_b2, position_b))
-        logp_b = jnp.take_along_axis(logp_bv, token_b[:, None], axis=1)[:, 0]
+    def of_token(x_bv):
+        return jnp.take_along_axis(x_bv, token_b[:, None], axis=1)[:, 0]
 
-        def record(column_bt, new_b):
-            return jax.lax.dynamic_update_slice(column_bt, new_b[:, None], (0, step))
-
-        made = Sampled(
-            counts=made.counts + live_b,
-            ids=record(made.ids, token_b),
-            logprobs=record(made.logprobs, logp_b),
-            entropies=record(made.entropies, entropy_b),
-        )
-        live_b = live_b & (token_b != stop_id) & (made.counts < limit_b)
-
-        def advance(rows):
-            hidden_bsd, layers = model.decode(token_b[:, None], position_b, rows.layers, blocks)
-            # A row that sits out keeps the state from which it will be sampled.
-            hidden_bd = jnp.where(live_b[:, None], hidden_bsd[:, 0], rows.hidden)
-            return Rows(layers=layers, hidden=hidden_bd)
-
-        # The last token of a turn is computed with what follows it.
-        rows = jax.lax.cond(jnp.any(live_b), advance, lambda rows: rows, rows)
-        return step + 1, rows, live_b, made
-
-    none = Sampled(
-        counts=jnp.zeros(b, jnp.int32),
-        ids=jnp.zeros((b, width), jnp.int32),
-        logprobs=jnp.zeros((b, width), jnp.float32),
-        entropies=jnp.zeros((b, width), jnp.float32),
-    )
-    start = (jnp.int32(0), rows, limit_b > 0, none)
-    _, rows, _, made = jax.lax.while_loop(lambda carry: jnp.sum(carry[2]) > enough, body, start)
-    return rows, made
+    return Choice(token_b, of_token(logp_bv), entropy_b, of_token(raw_bv))
 
 
-def _logits(hidden_bd: jax.Array, head_dv: jax.Array) -> jax.Array:
+def next_entropy(
+    hidden_bd: Float[Array, "b d"], head_dv: Float[Array, "d v"], heat: Heat
+) -> Float[Array, "b"]:
+    """Entropy of ``softmax(logits / temperature)``, whatever is truncated."""
+    return log_softmax(logits(hidden_bd, head_dv), heat.temperature)[1]
+
+
+def logits(hidden_bd: Float[Array, "b d"], head_dv: Float[Array, "d v"]) -> Float[Array, "b v"]:
+    """Logits in float32."""
     return jnp.einsum(
         "bd,dv->bv", hidden_bd, head_dv.astype(hidden_bd.dtype), preferred_element_type=jnp.float32
     )
@@ -140,13 +90,35 @@ def log_softmax(
     logits_bv = logits_bv.astype(jnp.float32)
     greedy = temperature <= 0
     logp_bv = jax.nn.log_softmax(logits_bv / jnp.where(greedy, 1.0, temperature), axis=-1)
-    p_bv = jnp.exp(logp_bv)
-    # A log-probability may underflow to -inf; p log p is 0 there.
-    entropy_b = -jnp.sum(jnp.where(p_bv > 0, p_bv * logp_bv, 0.0), axis=-1)
+    entropy_b = entropy(logp_bv)
     best_b = jnp.argmax(logits_bv, axis=-1)
     chosen_bv = jnp.arange(logits_bv.shape[-1]) == best_b[:, None]
     logp_bv = jnp.where(greedy, jnp.where(chosen_bv, 0.0, -jnp.inf), logp_bv)
-    return logp_bv, jnp.where(greedy, 0.0, jnp.maximum(entropy_b, 0.0))
+    return logp_bv, jnp.where(greedy, 0.0, entropy_b)
+
+
+def entropy(logp_bv: Float[Array, "b v"]) -> Float[Array, "b"]:
+    """-sum p log p in nats."""
+    p_bv = jnp.exp(logp_bv)
+    # A log-probability may be -inf; p log p is 0 there.
+    return jnp.maximum(-jnp.sum(jnp.where(p_bv > 0, p_bv * logp_bv, 0.0), axis=-1), 0.0)
+
+
+def truncate(logp_bv: Float[Array, "b v"], heat: Heat) -> Bool[Array, "b v"]:
+    """Which tokens top-k, and then top-p of what top-k leaves, keep.
+
+    Of equally probable tokens either all are kept or none, so that a few more than k may be. The
+    most probable token is always kept.
+    """
+    v = logp_bv.shape[-1]
+    sorted_bv = jnp.sort(logp_bv, axis=-1, descending=True)
+    k = jnp.where(heat.top_k > 0, jnp.minimum(heat.top_k, v), v)
+    mass_bv = jnp.where(jnp.arange(v) < k, jnp.exp(sorted_bv), 0.0)
+    before_bv = jnp.cumsum(mass_bv, axis=-1) - mass_bv
+    enough_b1 = heat.top_p * mass_bv.sum(-1, keepdims=True)
+    count_b = jnp.sum((before_bv < enough_b1) & (jnp.arange(v) < k), axis=-1)
+    least_b1 = jnp.take_along_axis(sorted_bv, jnp.maximum(count_b - 1, 0)[:, None], axis=1)
+    return logp_bv >= least_b1
 
 
 def uniforms(key_b2: UInt32[Array, "b 2"], position_b: Int[Array, "b"]) -> Float[Array, "b"]:
