@@ -437,13 +437,14 @@ class PagedEngine:
         batch: dict[Line, int] = {}
         copies: list[tuple[int, int]] = []
         for line in ready:
+            if self._must_prefill(line):
+                continue  # its pages were taken for an older one just now
             ask = self._asks[line.branch]
             count = min(steps, ask.limit - len(ask.ids))
             copied = self._branches.reserve(line, count, self._spared(line, batch))
             if copied is not None:
                 batch[line] = count
                 copies += copied
-        # To make room for one, another's pages may have been taken.
         if not batch:
             return []
         seated = self._seated
@@ -454,6 +455,8 @@ class PagedEngine:
             seated = self._seat(rows, _fitting(self.shapes.past, past), list(batch), copies)
             self._seated, copies = seated, []
         assert seated is not None
+        # Columns that a row sits out are not its own.
+        seated.seats = {line.branch: seated.seats[line.branch] for line in batch}
         smaller = [r for r in self.shapes.rows if r < _fitting(self.shapes.rows, len(batch))]
         made = self._run_sample(seated, smaller, batch, copies)
         answers = []
@@ -540,7 +543,8 @@ class PagedEngine:
         )
         for line, count in batch.items():
             row = seated.seats[line.branch]
-            arrays.start[row], arrays.limit[row] = line.computed, count
+            ask = self._asks[line.branch]
+            arrays.start[row], arrays.limit[row] = line.computed, ask.limit - len(ask.ids)
             arrays.key[row] = line.key
             arrays.slots[row, :count] = self._branches.slots_of(line, count)
             arrays.source[row] = line.place or 0
