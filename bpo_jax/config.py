@@ -86,6 +86,9 @@ def base() -> config_dict.ConfigDict:
     rollout.temperature = 1.0  # of sampling, and of all log-probs in the loss
     rollout.action_tokens = 24  # longest action
     rollout.slots = 64  # branches sampled at the same time, by all of this process's devices
+    # Tokens whose keys and values are kept, on each device. Where they do not suffice, the newest
+    # branches are computed again later. None: enough for every slot's whole context.
+    rollout.kv_tokens = optional(int)
     rollout.retries = 2  # times a broken sandbox is rebuilt for an action before it is masked
     rollout.invalid_penalty = 0.0  # taken from the reward of a turn without a valid action
 

@@ -128,6 +128,7 @@ _AT_LEAST: dict[str, float] = {
     "algorithm.roots": 1, "branching.forks_per_root": 0, "branching.forks_per_tree": 0,
     "branching.siblings": 1, "branching.min_gap": 1, "branching.initial_threshold": 0,
     "rollout.action_tokens": 1, "rollout.slots": 1, "rollout.retries": 0,
+    "rollout.kv_tokens": 1,
     "rollout.invalid_penalty": 0, "loss.kl_weight": 0,
     "loss.entropy_weight": 0, "loss.chunk": 1, "optimizer.warmup": 0, "optimizer.weight_decay": 0,
     "optimizer.max_grad_norm": 0, "batch.tasks": 1, "batch.rows": 1, "batch.row_length": 128,
@@ -141,8 +142,8 @@ _AT_LEAST: dict[str, float] = {
 }  # fmt: skip
 _AT_MOST: dict[str, float] = {
     "seed": 2**32 - 1, "cpu_devices": 1024, "rollout.retries": 1000, "rollout.slots": 2**20,
-    "batch.tasks": 2**20, "batch.rows": 2**20, "batch.row_length": 2**24, "policy.context": 2**24,
-    "batch.path_length": 2**24,
+    "rollout.kv_tokens": 2**40, "batch.tasks": 2**20, "batch.rows": 2**20,
+    "batch.row_length": 2**24, "policy.context": 2**24, "batch.path_length": 2**24,
     "warmstart.rows": 2**20, "warmstart.row_length": 2**24, "warmstart.vocab_size": 2**24,
     "branching.siblings": 2**16, "algorithm.roots": 2**16, "checkpoint.keep": 2**20,
     "budget.decoded_tokens": 2**63 - 1, "budget.returns": 2**63 - 1,
@@ -358,6 +359,13 @@ def _sampling(config: config_dict.ConfigDict) -> None:
         _fail(
             config, "rollout.temperature",
             "training samples, so expected a number greater than 0 (eval.temperature may be 0)",
+        )  # fmt: skip
+    tokens = config.rollout.kv_tokens
+    if tokens is not None and tokens < config.policy.context + 32:
+        _fail(
+            config, "rollout.kv_tokens",
+            f"one branch of policy.context={config.policy.context} tokens has to fit; give at "
+            f"least {config.policy.context + 32}, or None",
         )  # fmt: skip
     if config.policy.context <= config.rollout.action_tokens:
         _fail(

@@ -36,7 +36,7 @@ from bpo_jax.report import console
 from bpo_jax.report import metrics as metrics_lib
 from bpo_jax.rollout.branching import Branching, BranchingConfig
 from bpo_jax.rollout.dialogue import Dialogue
-from bpo_jax.rollout.engine import DenseEngine
+from bpo_jax.rollout.engine import PagedEngine
 from bpo_jax.rollout.grower import Grower, Limits
 from bpo_jax.sandbox.in_process import InProcessBackend
 from bpo_jax.tree import Tree
@@ -206,14 +206,14 @@ class Run:
         dialogue = Dialogue(policy.tokenizer)
         devices = jax.local_devices()
         self.engines = [
-            DenseEngine(
+            PagedEngine(
                 graphdef=policy.graphdef,
                 config=policy.config,
                 params=params,
-                stop_id=dialogue.stop_id,
+                stop_ids=[dialogue.stop_id],
                 slots=-(-config.rollout.slots // len(devices)),
                 context=config.policy.context,
-                max_turn_tokens=config.rollout.action_tokens,
+                tokens=config.rollout.kv_tokens,
             )
             for params in weight_sync.copies(self.state.params, devices)
         ]

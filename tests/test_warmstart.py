@@ -11,9 +11,9 @@ from bpo_jax.environments import alfworld
 from bpo_jax.interrupt import Interrupt
 from bpo_jax.ledger import Ledger
 from bpo_jax.models import policy, tokenizer
+from bpo_jax.rollout.api import Answer, Turn
 from bpo_jax.rollout.branching import Branching, BranchingConfig
 from bpo_jax.rollout.dialogue import Dialogue
-from bpo_jax.rollout.engine import Turn
 from bpo_jax.rollout.grower import Grower, Limits
 from bpo_jax.sandbox.in_process import InProcessBackend
 from tests import tiny_policy
@@ -45,14 +45,18 @@ class Reciter:
         self.free_slots, self.tokens = 0, len(ids)
         return 0
 
-    def prefill(self, branches):
-        return [0.5] * len(branches)
+    def read(self, branch):
+        self.answer = Answer(branch=branch, entropy=0.5)
 
-    def sample(self, branches, limits):
+    def say(self, branch, limit, markers=()):
         ids = self.turns.pop(0)
         self.tokens += len(ids)
         zeros = np.zeros(len(ids), np.float32)
-        return [Turn(token_ids=ids, logprobs=zeros, entropies=zeros, finish="stop")]
+        turn = Turn(token_ids=ids, logprobs=zeros, entropies=zeros, finish="stop")
+        self.answer = Answer(branch=branch, turn=turn)
+
+    def step(self):
+        return [self.answer]
 
     def extend(self, branch, ids):
         self.tokens += len(ids)

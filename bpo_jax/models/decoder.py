@@ -383,4 +383,3 @@ def abstract(config: DecoderConfig) -> tuple[nnx.GraphDef, Params, Params]:
         is_leaf=lambda x: isinstance(x, nnx.Variable),
     )  # fmt: skip
     return graphdef, nnx.to_pure_dict(state), nnx.to_pure_dict(axes)
-

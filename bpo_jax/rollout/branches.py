@@ -98,7 +98,9 @@ class Branches:
           RuntimeError: not enough free slots.
         """
         if len(seeds) > self.slots - len(self):
-            raise RuntimeError(f"{len(seeds)} new branches, but {self.slots - len(self)} free slots")
+            raise RuntimeError(
+                f"{len(seeds)} new branches, but {self.slots - len(self)} free slots"
+            )
         if self._tile:
             line.trunk = line.computed // self._tile * self._tile
         children = []

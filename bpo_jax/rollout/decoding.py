@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from bpo_jax.models.decoder import Decoder
@@ -31,19 +32,19 @@ class Tiles(NamedTuple):
       pages: [n, TILE / PAGE].
       first: first row that continues each.
       beyond: one past the last.
-      count: how many there are; what lies beyond means nothing.
+      number: how many there are; what lies beyond means nothing.
     """
 
-    pages: Int[Array, "n p"]
-    first: Int[Array, "n"]
-    beyond: Int[Array, "n"]
-    count: Int[Array, ""]
+    pages: Int[np.ndarray, "n p"]
+    first: Int[np.ndarray, "n"]
+    beyond: Int[np.ndarray, "n"]
+    number: np.int32
 
 
 class PrefillBatch(NamedTuple):
     """Attributes:
     tokens: right-padded.
-    count: tokens in each row; 0 where it sits out.
+    counts: tokens in each row; 0 where it sits out.
     start: tokens of each row that are in its pages.
     pages: of each row, all of its past.
     slots: where in the pool each token goes, 0 for padding.
@@ -51,12 +52,12 @@ class PrefillBatch(NamedTuple):
     copies: to be made first.
     """
 
-    tokens: Int[Array, "b s"]
-    count: Int[Array, "b"]
-    start: Int[Array, "b"]
-    pages: Int[Array, "b n"]
-    slots: Int[Array, "b s"]
-    place: Int[Array, "b"]
+    tokens: Int[np.ndarray, "b s"]
+    counts: Int[np.ndarray, "b"]
+    start: Int[np.ndarray, "b"]
+    pages: Int[np.ndarray, "b n"]
+    slots: Int[np.ndarray, "b s"]
+    place: Int[np.ndarray, "b"]
     copies: kv_cache.Copies
 
 
@@ -75,15 +76,15 @@ class SampleBatch(NamedTuple):
     copies: to be made first.
     """
 
-    start: Int[Array, "b"]
-    own: Int[Array, "b"]
-    limit: Int[Array, "b"]
-    key: UInt32[Array, "b 2"]
-    slots: Int[Array, "b s"]
-    source: Int[Array, "b"]
-    place: Int[Array, "b"]
-    offset: Int[Array, ""]
-    enough: Int[Array, ""]
+    start: Int[np.ndarray, "b"]
+    own: Int[np.ndarray, "b"]
+    limit: Int[np.ndarray, "b"]
+    key: UInt32[np.ndarray, "b 2"]
+    slots: Int[np.ndarray, "b s"]
+    source: Int[np.ndarray, "b"]
+    place: Int[np.ndarray, "b"]
+    offset: np.int32
+    enough: np.int32
     tiles: Tiles
     copies: kv_cache.Copies
 
@@ -92,14 +93,14 @@ class Sampled(NamedTuple):
     """What `sample` made; beyond a row's count nothing means anything.
 
     Attributes:
-      count: tokens made in each row.
+      counts: tokens made in each row.
       ids: their ids.
       logprobs: under the distribution sampled from.
       entropies: of that distribution, in nats.
       raw_logprobs: without truncation.
     """
 
-    count: Int[Array, "b"]
+    counts: Int[Array, "b"]
     ids: Int[Array, "b s"]
     logprobs: Float[Array, "b s"]
     entropies: Float[Array, "b s"]
@@ -123,18 +124,22 @@ def prefill(
     )
 
     def attend(layer, q, k, v):
-        old = (kv_cache.pages_at(x, layer, batch.pages) for x in (pool.keys, pool.values))
+        old = (
+            kv_cache.pages_at(x, layer, jnp.asarray(batch.pages)) for x in (pool.keys, pool.values)
+        )
         k_all, v_all = (
             jnp.concatenate([x.astype(new.dtype), new], axis=1)
             for x, new in zip(old, (k, v), strict=True)
         )
         return _attention(q, k_all, v_all, seen_bst), (k, v)
 
-    position_bs = batch.start[:, None] + jnp.arange(s)
-    hidden_bsd, (keys, values) = model.run_scanned(batch.tokens, position_bs, attend)
+    position_bs = jnp.asarray(batch.start)[:, None] + jnp.arange(s)
+    hidden_bsd, (keys, values) = model.run_scanned(jnp.asarray(batch.tokens), position_bs, attend)
     dtype = pool.keys.dtype
-    pool = kv_cache.write(pool, keys.astype(dtype), values.astype(dtype), batch.slots, s)
-    last_b = jnp.maximum(batch.count - 1, 0)
+    pool = kv_cache.write(
+        pool, keys.astype(dtype), values.astype(dtype), jnp.asarray(batch.slots), s
+    )
+    last_b = jnp.maximum(batch.counts - 1, 0)
     hidden_bd = jnp.take_along_axis(hidden_bsd, last_b[:, None, None], axis=1)[:, 0]
     pool = pool._replace(hidden=pool.hidden.at[batch.place].set(hidden_bd))
     return pool, sampling.next_entropy(hidden_bd, model.head_dv(), heat)
@@ -166,15 +171,15 @@ def sample(
     def body(carry):
         step, hidden_bd, work, live_b, made = carry
         position_b = batch.start + step
-        uniform_b = sampling.uniforms(batch.key, position_b)
+        uniform_b = sampling.uniforms(jnp.asarray(batch.key), position_b)
         choice = sampling.choose(hidden_bd, head_dv, heat, uniform_b)
 
         def record(column_bs, new_b):
             return jax.lax.dynamic_update_slice(column_bs, new_b[:, None], (0, step))
 
-        made = Sampled(made.count + live_b, *map(record, made[1:], choice))
+        made = Sampled(made.counts + live_b, *map(record, made[1:], choice))
         stopped_b = jnp.any(choice.token_b[:, None] == stop_ids, axis=-1)
-        live_b = live_b & ~stopped_b & (made.count < batch.limit)
+        live_b = live_b & ~stopped_b & (made.counts < batch.limit)
 
         def advance(work):
             column = own + batch.offset + step
@@ -195,7 +200,9 @@ def sample(
                 out = _step_attention(q[:, 0], keys[layer], values[layer], seen_bt, trunk)
                 return out[:, None].astype(q.dtype)
 
-            out_bsd = model.run_unrolled(choice.token_b[:, None], position_b[:, None], attend, blocks)
+            out_bsd = model.run_unrolled(
+                choice.token_b[:, None], position_b[:, None], attend, blocks
+            )
             # A row that is done keeps the state it had.
             kept_bd = jnp.where(live_b[:, None], out_bsd[:, 0], hidden_bd)
             return kept_bd, kv_cache.Workspace(tuple(keys), tuple(values))
@@ -206,7 +213,7 @@ def sample(
         return step + 1, hidden_bd, work, live_b, made
 
     none = Sampled(
-        count=jnp.zeros(b, jnp.int32),
+        counts=jnp.zeros(b, jnp.int32),
         ids=jnp.zeros((b, s), jnp.int32),
         logprobs=jnp.zeros((b, s), jnp.float32),
         entropies=jnp.zeros((b, s), jnp.float32),
@@ -303,8 +310,8 @@ def _trunk_attention(q_bhd, pool: kv_cache.Pool, layer: int, tiles: Tiles) -> _P
             rows = at + jnp.arange(group)
             # The last group may begin before its first row; those rows have had their turn.
             mine_rkg = ((rows >= wanted) & (rows < beyond))[:, None, None]
-            q_rkgd, *old = (jax.lax.dynamic_slice_in_dim(x, at, group) for x in (q_bkgd, *part))
-            old = _Part(*old)
+            q_rkgd = jax.lax.dynamic_slice_in_dim(q_bkgd, at, group)
+            old = _Part(*(jax.lax.dynamic_slice_in_dim(x, at, group) for x in part))
             scores_rkgt = jnp.einsum(
                 "rkgd,tkd->rkgt", q_rkgd, k_tkd, preferred_element_type=jnp.float32
             )
@@ -315,9 +322,7 @@ def _trunk_attention(q_bhd, pool: kv_cache.Pool, layer: int, tiles: Tiles) -> _P
             new = _Part(
                 jnp.where(mine_rkg, most, old.most),
                 jnp.where(mine_rkg, kept * old.total + weights_rkgt.sum(-1), old.total),
-                jnp.where(
-                    mine_rkg[..., None], kept[..., None] * old.mixed + mixed, old.mixed
-                ),
+                jnp.where(mine_rkg[..., None], kept[..., None] * old.mixed + mixed, old.mixed),
             )
             return _Part(
                 *(
@@ -334,4 +339,4 @@ def _trunk_attention(q_bhd, pool: kv_cache.Pool, layer: int, tiles: Tiles) -> _P
         total=jnp.zeros(q_bkgd.shape[:3], jnp.float32),
         mixed=jnp.zeros(q_bkgd.shape, jnp.float32),
     )
-    return jax.lax.fori_loop(0, tiles.count, one_tile, nothing)
+    return jax.lax.fori_loop(0, tiles.number, one_tile, nothing)

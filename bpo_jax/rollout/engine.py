@@ -89,7 +89,7 @@ class _Ask:
     limit: int = 0
     markers: tuple[str, ...] = ()
     ids: list[int] = dataclasses.field(default_factory=list)
-    columns: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
+    columns: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -412,7 +412,7 @@ class PagedEngine:
     ) -> np.ndarray:
         arrays = decoding.PrefillBatch(
             tokens=np.zeros((rows, chunk), np.int32),
-            count=np.zeros(rows, np.int32),
+            counts=np.zeros(rows, np.int32),
             start=np.zeros(rows, np.int32),
             pages=np.zeros((rows, past), np.int32),
             slots=np.zeros((rows, chunk), np.int32),
@@ -421,7 +421,7 @@ class PagedEngine:
         )
         for row, (line, count) in enumerate(batch):
             arrays.tokens[row, :count] = line.ids[line.computed : line.computed + count]
-            arrays.count[row], arrays.start[row] = count, line.computed
+            arrays.counts[row], arrays.start[row] = count, line.computed
             held = pages_of(line.computed)
             arrays.pages[row, :held] = line.pages[:held]
             arrays.slots[row, :count] = self._branches.slots_of(line, count)
@@ -513,7 +513,7 @@ class PagedEngine:
             pages=np.zeros((most, per_tile), np.int32),
             first=np.zeros(most, np.int32),
             beyond=np.zeros(most, np.int32),
-            count=np.int32(len(found)),
+            number=np.int32(len(found)),
         )
         for index, (pages, (first, beyond)) in enumerate(found.items()):
             tiles.pages[index] = pages
@@ -553,13 +553,13 @@ class PagedEngine:
             self._params, self._pool, seated.work, arrays, self._heat(), self._stop_ids
         )
         made = jax.tree.map(np.asarray, made)
-        seated.offset += int(made.count.max(initial=0))
+        seated.offset += int(made.counts.max(initial=0))
         return made
 
     def _take_tokens(self, line: Line, made: decoding.Sampled, row: int) -> Answer | None:
         """Appends what was sampled; the answer where the turn is complete."""
         ask = self._asks[line.branch]
-        n = int(made.count[row])
+        n = int(made.counts[row])
         columns = tuple(x[row, :n] for x in (made.logprobs, made.entropies, made.raw_logprobs))
         if not all(np.isfinite(x).all() for x in columns[:2]):
             raise _not_finite(line.branch)
@@ -637,7 +637,9 @@ class PagedEngine:
     def _idle(self, branch: Branch) -> Line:
         line = self._branches[branch]
         if branch in self._asks:
-            raise ValueError(f"branch {branch} is asked for something already; step until it is done")
+            raise ValueError(
+                f"branch {branch} is asked for something already; step until it is done"
+            )
         return line
 
     def _unseat(self, branch: Branch) -> None:

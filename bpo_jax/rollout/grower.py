@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 
 from bpo_jax.ledger import Ledger
+from bpo_jax.rollout.api import Branch, Engine, Turn
 from bpo_jax.rollout.branching import Branching, Budget, Path
 from bpo_jax.rollout.dialogue import Dialogue
-from bpo_jax.rollout.engine import Branch, Engine, Turn
+from bpo_jax.rollout.rounds import read_all, say_all
 from bpo_jax.sandbox import api
 from bpo_jax.tree import Action, Decision, End, Tree
 
@@ -206,12 +207,12 @@ class _Growth:
                 continue  # no task that was let in could be started
             # Siblings join `live` as they are made; they have nothing to be decided or computed.
             present = list(self.live)
-            entropies = self.engine.prefill([line.handle for line in present])
+            entropies = read_all(self.engine, [line.handle for line in present])
             for line, entropy in zip(present, entropies, strict=True):
                 if not line.planned:
                     self._plan(line, float(entropy))
             handles = [line.handle for line in self.live]
-            turns = self.engine.sample(handles, [self.limits.max_turn_tokens] * len(handles))
+            turns = say_all(self.engine, handles, [self.limits.max_turn_tokens] * len(handles))
             # In order of creation, so that siblings are recorded in order.
             moved = list(zip(self.live, turns, strict=True))
             self.live = []

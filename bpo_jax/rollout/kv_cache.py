@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from bpo_jax.models.config import DecoderConfig
@@ -45,11 +46,11 @@ class Workspace(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """Pages to copy before anything else: ``source[i]`` to ``target[i]`` for i < count."""
+    """Pages to copy before anything else: ``source[i]`` to ``target[i]`` for i < number."""
 
-    source: Int[Array, "n"]
-    target: Int[Array, "n"]
-    count: Int[Array, ""]
+    source: Int[np.ndarray, "n"]
+    target: Int[np.ndarray, "n"]
+    number: np.int32
 
 
 def empty_pool(config: DecoderConfig, pages: int, places: int) -> Pool:
@@ -79,7 +80,7 @@ def copy_pages(pool: Pool, copies: Copies) -> Pool:
 
         return tuple(one(x) for x in arrays)
 
-    keys, values = jax.lax.fori_loop(0, copies.count, body, (pool.keys, pool.values))
+    keys, values = jax.lax.fori_loop(0, copies.number, body, (pool.keys, pool.values))
     return pool._replace(keys=keys, values=values)
 
 

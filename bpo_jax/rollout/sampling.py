@@ -80,7 +80,7 @@ def logits(hidden_bd: Float[Array, "b d"], head_dv: Float[Array, "d v"]) -> Floa
 
 
 def log_softmax(
-    logits_bv: Float[Array, "b v"], temperature: Float[Array, ""]
+    logits_bv: Float[Array, "b v"], temperature: Float[Array, ""] | np.float32
 ) -> tuple[Float[Array, "b v"], Float[Array, "b"]]:
     """Log-probabilities and entropy (nats) of ``softmax(logits / temperature)``.
 
@@ -94,14 +94,14 @@ def log_softmax(
     best_b = jnp.argmax(logits_bv, axis=-1)
     chosen_bv = jnp.arange(logits_bv.shape[-1]) == best_b[:, None]
     logp_bv = jnp.where(greedy, jnp.where(chosen_bv, 0.0, -jnp.inf), logp_bv)
-    return logp_bv, jnp.where(greedy, 0.0, entropy_b)
+    return logp_bv, jnp.where(greedy, 0.0 * entropy_b, entropy_b)
 
 
 def entropy(logp_bv: Float[Array, "b v"]) -> Float[Array, "b"]:
     """-sum p log p in nats."""
     p_bv = jnp.exp(logp_bv)
-    # A log-probability may be -inf; p log p is 0 there.
-    return jnp.maximum(-jnp.sum(jnp.where(p_bv > 0, p_bv * logp_bv, 0.0), axis=-1), 0.0)
+    # A log-probability may be -inf; p log p is 0 there. What is not a number stays so.
+    return jnp.maximum(-jnp.sum(jnp.where(p_bv == 0, 0.0, p_bv * logp_bv), axis=-1), 0.0)
 
 
 def truncate(logp_bv: Float[Array, "b v"], heat: Heat) -> Bool[Array, "b v"]:

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from bpo_jax.ledger import Ledger
+from bpo_jax.rollout import grower, rounds
+from bpo_jax.rollout.api import Answer, Turn
 from bpo_jax.rollout.branching import Branching
-from bpo_jax.rollout.engine import Turn
 from bpo_jax.sandbox import api
 from tests.rollout import toys
 
@@ -117,8 +118,10 @@ def test_forks_are_charged_before_any_child_is_sampled(monkeypatch):
     engine = toys.make_engine()
     rule = _Watched(toys.branching(siblings=3).config)
     events = []
-    sample, decide = engine.sample, rule.decide
-    monkeypatch.setattr(engine, "sample", lambda *a: (events.append("sample"), sample(*a))[1])
+    decide = rule.decide
+    monkeypatch.setattr(
+        grower, "say_all", lambda *a: (events.append("sample"), rounds.say_all(*a))[1]
+    )
     monkeypatch.setattr(rule, "decide", lambda *a: (events.append("decide"), decide(*a))[1])
     [tree] = toys.grow(n=1, roots=1, rule=rule, engine=engine)
     # With one task the backbone's decisions alternate with the rounds that sample them.
@@ -136,18 +139,17 @@ def test_the_number_of_children_does_not_depend_on_what_is_sampled_below(monkeyp
     [tree] = toys.grow(n=1, roots=1, rule=rule)
     at = next(i for i, (d, _) in enumerate(toys.paths(tree)[0]) if d.planned > 1)
     engine = toys.make_engine()
-    rounds = []
-    sample = engine.sample
+    batches = []
 
-    def tampered(branches, limits):
-        rounds.append(len(branches))
-        turns = sample(branches, limits)
-        if len(rounds) == at + 1:
+    def tampered(engine, branches, limits):
+        batches.append(len(branches))
+        turns = rounds.say_all(engine, branches, limits)
+        if len(batches) == at + 1:
             for turn in turns:
                 turn.token_ids[:] = np.maximum((turn.token_ids + 5) % 24, 4)
         return turns
 
-    monkeypatch.setattr(engine, "sample", tampered)
+    monkeypatch.setattr(grower, "say_all", tampered)
     [other] = toys.grow(n=1, roots=1, rule=rule, engine=engine)
     for (a, _), (b, _) in zip(toys.paths(tree)[0][: at + 1], toys.paths(other)[0], strict=False):
         assert (a.planned, a.context_ids.tolist()) == (b.planned, b.context_ids.tolist())
@@ -176,10 +178,8 @@ def test_siblings_start_from_the_state_of_their_fork():
 
 def test_too_few_slots_delay_branches_but_change_no_token():
     ledger = Ledger()
-    wide = toys.grow(n=3, roots=2, engine=toys.make_engine(slots=64, row_sizes=(64,)))
-    narrow = toys.grow(
-        n=3, roots=2, engine=toys.make_engine(slots=3, row_sizes=(3,)), ledger=ledger
-    )
+    wide = toys.grow(n=3, roots=2, engine=toys.make_engine(slots=64))
+    narrow = toys.grow(n=3, roots=2, engine=toys.make_engine(slots=3), ledger=ledger)
 
     def tokens(trees):
         return [[(a.token_ids.tolist(), a.end) for a in t.actions()] for t in trees]
@@ -279,17 +279,20 @@ class Endless:
         self.free_slots = 0
         return 0
 
-    def prefill(self, branches):
+    def read(self, branch):
         self.rounds += 1
         if self.error and self.rounds == 3:
             raise self.error
-        return [0.5] * len(branches)
+        self.answer = Answer(branch=branch, entropy=0.5)
 
-    def sample(self, branches, limits):
+    def say(self, branch, limit, markers=()):
         time.sleep(0.001)
         one = np.zeros(1, np.float32)
-        ids = np.array([5], np.int32)
-        return [Turn(token_ids=ids, logprobs=one, entropies=one, finish="length")]
+        turn = Turn(token_ids=np.array([5], np.int32), logprobs=one, entropies=one, finish="length")
+        self.answer = Answer(branch=branch, turn=turn)
+
+    def step(self):
+        return [self.answer]
 
     def extend(self, branch, ids):
         pass

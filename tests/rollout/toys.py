@@ -14,8 +14,9 @@ from flax import nnx
 
 from bpo_jax.ledger import Ledger
 from bpo_jax.models import decoder
+from bpo_jax.rollout.api import Engine
 from bpo_jax.rollout.branching import Branching, BranchingConfig
-from bpo_jax.rollout.engine import DenseEngine, Engine
+from bpo_jax.rollout.engine import PagedEngine, Shapes
 from bpo_jax.rollout.grower import Grower, Limits
 from bpo_jax.sandbox.api import InfraError, InvalidAction, StepResult, Task
 from bpo_jax.tree import Action, Decision, Tree
@@ -33,6 +34,15 @@ CONFIG = decoder.DecoderConfig(
 )
 
 
+LONG = dataclasses.replace(CONFIG, max_positions=2048)
+SHAPES = Shapes(rows=(4, 8), past=(3, 6), prefill=((2, 16), (4, 8)), steps=4, window=8)
+
+
+def text(ids) -> str:
+    """A letter for every token."""
+    return "".join(chr(ord("a") + int(i)) for i in ids)
+
+
 @functools.cache
 def policy():
     """Random weights, scaled up so that distributions differ visibly from uniform."""
@@ -40,21 +50,23 @@ def policy():
     return graphdef, jax.tree.map(lambda p: p * 3.0 if p.ndim > 1 else p, params)
 
 
-def make_engine(**options) -> DenseEngine:
+def make_engine(**options) -> PagedEngine:
     graphdef, params = policy()
+    if options.get("slots", 8) != 8:
+        options["shapes"] = dataclasses.replace(SHAPES, rows=(options["slots"],))
     options = {
         "slots": 8,
         "context": 96,
-        "max_turn_tokens": 6,
-        "row_sizes": (4, 8),
-        "length_step": 48,
-        "chunk": 8,
+        "stop_ids": [STOP],
+        "decode": text,
+        "shapes": SHAPES,
+        "config": CONFIG,
     } | options
-    return DenseEngine(graphdef=graphdef, config=CONFIG, params=params, stop_id=STOP, **options)
+    return PagedEngine(graphdef=graphdef, params=params, **options)
 
 
 @functools.cache
-def shared_engine() -> DenseEngine:
+def shared_engine() -> PagedEngine:
     """One engine for many tests, since each compiles its own functions."""
     return make_engine()
 
@@ -68,9 +80,14 @@ def _forward(graphdef, params, tokens_bt):
     return hidden @ model.head_dv()
 
 
+def forward_distribution(context: list[int]) -> np.ndarray:
+    """Log-probabilities of the token after a context."""
+    return np.array([forward_scores(context, [token])[0][0] for token in range(CONFIG.vocab_size)])
+
+
 def forward_scores(context: list[int], turn: list[int], temperature: float = 1.0):
     """Log-probabilities and entropies of a turn after a context, by one full forward pass."""
-    ids = np.zeros((1, 128), np.int32)
+    ids = np.zeros((1, -(-(len(context) + len(turn)) // 128) * 128), np.int32)
     ids[0, : len(context) + len(turn)] = [*context, *turn]
     logp = jax.nn.log_softmax(_forward(*policy(), ids)[0] / temperature, axis=-1)
     at = np.arange(len(context) - 1, len(context) + len(turn) - 1)
@@ -200,7 +217,7 @@ def grow(
     n: int = 2,
     roots: int = 2,
     rule: Branching | None = None,
-    engine: DenseEngine | None = None,
+    engine: PagedEngine | None = None,
     engines: Sequence[Engine] = (),
     environment: ScriptedEnvironment | None = None,
     seed: int = 0,
