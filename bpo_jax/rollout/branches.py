@@ -136,6 +136,8 @@ class Branches:
         """Forgets the tokens of a branch beyond `length`; the last one left is pending."""
         del line.ids[length:]
         line.computed = min(line.computed, length - 1)
+        if self._tile:
+            line.trunk = min(line.trunk, line.computed // self._tile * self._tile)
         self.trim(line)
 
     def trim(self, line: Line) -> None:
@@ -203,7 +205,7 @@ class Branches:
         places = np.zeros_like(self._place_holders)
         for line in self._lines.values():
             assert len(line.pages) >= pages_of(line.computed), line
-            assert line.computed <= len(line.ids), line
+            assert line.trunk <= line.computed <= len(line.ids), line
             assert self.pool.current(line.pages), line
             np.add.at(held, line.pages, 1)
             if line.place is not None:

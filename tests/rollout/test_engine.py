@@ -1,5 +1,6 @@
 """The engine samples what the model says, whatever else is in the batch."""
 
+import functools
 import time
 
 import jax
@@ -205,6 +206,67 @@ def test_without_room_the_newest_branches_wait_and_are_computed_again(tokens):
         n = len(turn.token_ids)
         assert contexts[i][20 + 3 * i :][:n] == turn.token_ids.tolist()
         roomy.free(again[i])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_histories_give_the_tokens_of_an_uncached_run(seed):
+    rng = np.random.default_rng(seed)
+    engine = toys.shared_engine() if seed == 0 else _tight_engine()
+    contexts: dict[int, list[int]] = {}
+    seeds: dict[int, int] = {}
+    asked: dict[int, int] = {}
+    turns = 0
+    while turns < 40:
+        idle = [b for b in contexts if b not in asked]
+        kind = rng.choice(["open", "fork", "say", "say", "free", "step", "step"])
+        if kind == "open" and engine.free_slots:
+            ids = rng.integers(2, 24, rng.integers(1, 40)).tolist()
+            branch = engine.open(ids, seed=(number := int(rng.integers(2**60))))
+            contexts[branch], seeds[branch] = ids, number
+        elif kind == "fork" and idle and engine.free_slots:
+            parent = int(rng.choice(idle))
+            if engine._branches[parent].entropy is None:
+                continue
+            [child] = engine.fork(parent, [number := int(rng.integers(2**60))])
+            contexts[child], seeds[child] = list(contexts[parent]), number
+        elif kind == "say" and idle:
+            branch = int(rng.choice(idle))
+            room = 96 - len(contexts[branch])
+            if not room:
+                engine.free(branch)
+                del contexts[branch]
+            elif rng.random() < 0.3:
+                engine.read(branch)
+                asked[branch] = 0
+            else:
+                engine.say(branch, limit := min(room, int(rng.integers(1, 12))))
+                asked[branch] = limit
+        elif kind == "free" and contexts and rng.random() < 0.3:
+            branch = int(rng.choice(list(contexts)))  # in the middle of a turn, too
+            engine.free(branch)
+            del contexts[branch]
+            asked.pop(branch, None)
+        for answer in engine.step():
+            branch = answer.branch
+            if asked.pop(branch):
+                turns += 1
+                expected = toys.uncached_turn(
+                    contexts[branch], seeds[branch], len(answer.turn.token_ids)
+                )
+                assert answer.turn.token_ids.tolist() == expected
+                _assert_scored(contexts[branch], answer.turn)
+                contexts[branch] += expected
+        engine._branches.check()
+    for branch in contexts:
+        engine.free(branch)
+    engine._branches.check()
+    assert engine.stats()["pages"] == 0
+
+
+@functools.cache
+def _tight_engine():
+    """Too few pages for what `test_random_histories` opens, and shared trunks."""
+    return toys.make_engine(tokens=144, share=True)
 
 
 def test_new_weights_are_used_for_what_was_computed_with_the_old():

@@ -14,6 +14,7 @@ from flax import nnx
 
 from bpo_jax.ledger import Ledger
 from bpo_jax.models import decoder
+from bpo_jax.rollout import sampling
 from bpo_jax.rollout.api import Engine
 from bpo_jax.rollout.branching import Branching, BranchingConfig
 from bpo_jax.rollout.engine import PagedEngine, Shapes
@@ -83,6 +84,19 @@ def _forward(graphdef, params, tokens_bt):
 def forward_distribution(context: list[int]) -> np.ndarray:
     """Log-probabilities of the token after a context."""
     return np.array([forward_scores(context, [token])[0][0] for token in range(CONFIG.vocab_size)])
+
+
+def uncached_turn(context: list[int], seed: int, count: int) -> list[int]:
+    """The next tokens of a branch at temperature 1, every one by a full forward pass."""
+    ids = list(context)
+    key = jnp.array([[seed >> 32, seed & 0xFFFFFFFF]], jnp.uint32)
+    for _ in range(count):
+        tokens = np.zeros((1, 128), np.int32)
+        tokens[0, : len(ids)] = ids
+        logits = _forward(*policy(), tokens)[0, len(ids) - 1]
+        uniform = sampling.uniforms(key, jnp.array([len(ids)]))
+        ids.append(int(sampling.draw(jax.nn.log_softmax(logits)[None], uniform)[0]))
+    return ids[len(context) :]
 
 
 def forward_scores(context: list[int], turn: list[int], temperature: float = 1.0):
