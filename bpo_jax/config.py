@@ -170,6 +170,10 @@ def base() -> config_dict.ConfigDict:
     mesh.fsdp = -1  # ways parameters are sharded; -1: the devices that are left
     mesh.tensor = 1  # ways heads and the vocabulary are split
 
+    config.profile = profile = config_dict.ConfigDict()
+    # "a:b" writes a profiler trace of the updates a to b - 1 to WORKDIR/profile.
+    profile.steps = optional(str)
+
     config.log = log = config_dict.ConfigDict()
     log.tensorboard = True  # event files in the workdir
     return config

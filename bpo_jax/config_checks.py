@@ -13,7 +13,7 @@ from typing import Any
 
 from ml_collections import config_dict
 
-from bpo_jax import estimators, packaged
+from bpo_jax import estimators, packaged, profiling
 
 MODES = ("train", "eval", "warmstart", "export")
 PLACEMENTS = ("threshold", "random", "none")
@@ -360,6 +360,11 @@ def _sampling(config: config_dict.ConfigDict) -> None:
             config, "rollout.temperature",
             "training samples, so expected a number greater than 0 (eval.temperature may be 0)",
         )  # fmt: skip
+    if config.profile.steps is not None:
+        try:
+            profiling.parse_steps(config.profile.steps)
+        except ValueError as error:
+            _fail(config, "profile.steps", str(error))
     tokens = config.rollout.kv_tokens
     if tokens is not None and tokens < config.policy.context + 32:
         _fail(

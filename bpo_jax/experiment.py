@@ -32,6 +32,7 @@ from bpo_jax.learner import update as update_lib
 from bpo_jax.learner import weight_sync
 from bpo_jax.ledger import Ledger
 from bpo_jax.models import policy as policy_lib
+from bpo_jax.profiling import Profile
 from bpo_jax.report import console
 from bpo_jax.report import metrics as metrics_lib
 from bpo_jax.rollout.branching import Branching, BranchingConfig
@@ -70,6 +71,8 @@ def train(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
         progress = console.Progress(config.algorithm.name, start=run.fraction_spent())
         if run.step:
             progress.say(f"resumed after update {run.step} from {workdir}/checkpoints")
+        profile = Profile(config.profile.steps, pathlib.Path(workdir) / "profile")
+        stack.callback(profile.close)
         before = run.elapsed
 
         def clock() -> float:
@@ -87,6 +90,8 @@ def train(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
                 if run.finished():
                     break
 
+                if profile.enter(run.step + 1):
+                    progress.say(f"profiler trace written to {profile.folder}")
                 timer = Timer()
                 with timer("rollout"):
                     trees = run.grow()

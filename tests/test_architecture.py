@@ -35,6 +35,7 @@ FLOORS = {
     "packaged": 1,
     "interrupt": 1,
     "disk": 1,
+    "profiling": 1,
 }
 """A part imports only from lower floors."""
 
