@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from benchmarks import tree_forward
+from benchmarks import decode, tree_forward
 
 TINY = dataclasses.replace(
     tree_forward.SMOLLM2_135M, vocab_size=64, hidden_size=24, intermediate_size=32, num_layers=1,
@@ -42,3 +42,13 @@ def test_a_chain_costs_what_the_formula_for_a_causal_model_says():
     per_layer = 24 * 24 * 2 + 2 * 24 * 8 + 3 * 24 * 32
     expected = 2 * 128 * (per_layer + 24 * 64) + 4 * (128 * 129 // 2) * 24
     assert tree_forward.forward_flops(TINY, batches) == expected
+
+
+def test_sampling_is_reported_for_every_batch_and_for_forks():
+    args = argparse.Namespace(repeats=1, tokens=4, torch=False, batches=[1, 4], contexts=[32])
+    result = decode.run(args, TINY)
+    assert [(r["batch"], r["context"]) for r in result["batches"]] == [(1, 32), (4, 32)]
+    assert all(r["tokens_per_s"] > 0 for r in result["batches"])
+    assert result["forks"]["ratio"] > 0
+    # 24 shared tokens and 8 of their own: the page that is shared in part is copied by all but one.
+    assert 1 <= result["forks"]["pages_per_unique"] < 2

@@ -21,7 +21,7 @@ from bpo_jax.rollout.pages import PAGE
 
 TILE = 128
 """Tokens of a trunk that are read together, a multiple of `PAGE`."""
-GROUP = 16
+GROUP = 64
 """Rows that are multiplied with a tile at a time."""
 
 
