@@ -102,7 +102,14 @@ class Sandbox(Protocol):
 
 
 class Backend(Protocol):
-    """Starts and forks sandboxes."""
+    """Starts and forks sandboxes.
+
+    Attributes:
+      inline: its sandboxes answer in microseconds and are not worth a thread.
+    """
+
+    @property
+    def inline(self) -> bool: ...
 
     def start(self, task: Task) -> Sandbox: ...
 
