@@ -71,16 +71,30 @@ def base() -> config_dict.ConfigDict:
     algorithm.epsilon = 1e-6  # grpo: added to the standard deviation
 
     config.branching = branching = config_dict.ConfigDict()
-    # Where to fork: "threshold" (entropy above a running quantile), "random" (as often), "none".
+    # Where to fork. Decided before anything is sampled there: "threshold" (entropy above a running
+    # quantile), "random" (as often), "fixed" (at branching.turns), "uniform" (evenly over the
+    # expected length), "oracle" (where the returns of rollouts spread; for study), "none". When a
+    # trajectory has ended: "post_hoc_top_m" (greatest entropy), "post_hoc_ht" (drawn by entropy).
     branching.placement = optional(str)  # None: implied by the algorithm
     branching.siblings = optional(int)  # K, children of a fork, the first included; None: implied
     branching.forks_per_root = optional(int)  # at most, below each root; None: implied
     branching.forks_per_tree = optional(int)  # at most, in one tree; None: forks_per_root alone
     branching.min_gap = 2  # turns from the start or a fork to the next fork on a path, at least
+    branching.min_gap_tokens = 0  # the same in tokens
     branching.nested = False  # every sibling may fork again; otherwise only the first
     branching.quantile = 0.7  # of the entropies of earlier updates, the threshold
     branching.initial_threshold = 0.5  # nats, for the first update
-    branching.memory = 0.8  # weight of the past in the running threshold
+    branching.memory = 0.8  # weight of the past in the running threshold and length
+    branching.turns = optional(tuple)  # of "fixed": where to fork, counted from 0
+    branching.initial_length = 10.0  # turns that "uniform" expects, for the first update
+    branching.boundary = "turn"  # fork before a turn, or behind the first "marker" inside it
+    branching.marker = optional(str)  # text that ends a turn's thought and begins its action
+    # What "threshold" and the post-hoc placements look at: the entropy of the "first_token", or of
+    # a "probe": short continuations that are thrown away.
+    branching.entropy = "first_token"
+    branching.probes = 8  # continuations of a probe
+    branching.probe_tokens = 16  # longest of them
+    branching.oracle_rollouts = 4  # of "oracle", at every candidate
 
     config.rollout = rollout = config_dict.ConfigDict()
     rollout.temperature = 1.0  # of sampling, and of all log-probs in the loss
@@ -90,6 +104,16 @@ def base() -> config_dict.ConfigDict:
     # branches are computed again later. None: enough for every slot's whole context.
     rollout.kv_tokens = optional(int)
     rollout.retries = 2  # times a broken sandbox is rebuilt for an action before it is masked
+    rollout.step_seconds = optional(float)  # a sandbox call that takes longer has failed
+    rollout.max_seconds = optional(float)  # of a trajectory's turns; the one that passes it is last
+    rollout.max_invalid = optional(int)  # turns without a valid action, in a row, that end it
+    rollout.sandbox_threads = 32  # sandboxes that work at a time, where they are not in-process
+    # Take up what sandboxes have done in a fixed order, so that a run can be repeated to the last
+    # bit. False: whatever is finished goes on at once, and no branch waits for a slow sandbox.
+    rollout.deterministic = True
+    # Leave out trees whose returns are all equal. They have no gradient with a group baseline, but
+    # leaving them out of the mean over tasks weighs the others by the outcome: biased.
+    rollout.filter = False
     rollout.invalid_penalty = 0.0  # taken from the reward of a turn without a valid action
 
     config.loss = loss = config_dict.ConfigDict()

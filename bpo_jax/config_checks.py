@@ -14,9 +14,9 @@ from typing import Any
 from ml_collections import config_dict
 
 from bpo_jax import estimators, packaged, profiling
+from bpo_jax.rollout import branching as branching_lib
 
 MODES = ("train", "eval", "warmstart", "export")
-PLACEMENTS = ("threshold", "random", "none")
 PRESETS = (
     "tiny", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b",
     "qwen2.5-32b", "qwen2.5-72b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b",
@@ -128,7 +128,9 @@ _AT_LEAST: dict[str, float] = {
     "algorithm.roots": 1, "branching.forks_per_root": 0, "branching.forks_per_tree": 0,
     "branching.siblings": 1, "branching.min_gap": 1, "branching.initial_threshold": 0,
     "rollout.action_tokens": 1, "rollout.slots": 1, "rollout.retries": 0,
-    "rollout.kv_tokens": 1,
+    "rollout.kv_tokens": 1, "rollout.max_invalid": 1, "rollout.sandbox_threads": 1,
+    "branching.min_gap_tokens": 0, "branching.probes": 2, "branching.probe_tokens": 1,
+    "branching.oracle_rollouts": 2, "branching.initial_length": 1,
     "rollout.invalid_penalty": 0, "loss.kl_weight": 0,
     "loss.entropy_weight": 0, "loss.chunk": 1, "optimizer.warmup": 0, "optimizer.weight_decay": 0,
     "optimizer.max_grad_norm": 0, "batch.tasks": 1, "batch.rows": 1, "batch.row_length": 128,
@@ -145,13 +147,21 @@ _AT_MOST: dict[str, float] = {
     "rollout.kv_tokens": 2**40, "batch.tasks": 2**20, "batch.rows": 2**20,
     "batch.row_length": 2**24, "policy.context": 2**24, "batch.path_length": 2**24,
     "warmstart.rows": 2**20, "warmstart.row_length": 2**24, "warmstart.vocab_size": 2**24,
+    "branching.probes": 2**10, "branching.oracle_rollouts": 2**10, "rollout.sandbox_threads": 2**12,
     "branching.siblings": 2**16, "algorithm.roots": 2**16, "checkpoint.keep": 2**20,
     "budget.decoded_tokens": 2**63 - 1, "budget.returns": 2**63 - 1,
 }  # fmt: skip
+_BELONGS = {
+    "turns": ("placement", "fixed"), "initial_length": ("placement", "uniform"),
+    "oracle_rollouts": ("placement", "oracle"), "probes": ("entropy", "probe"),
+    "probe_tokens": ("entropy", "probe"), "marker": ("boundary", "marker"),
+}  # fmt: skip
+"""Settings of the branching that only one value of another one reads."""
 _MOST_WHOLE, _MOST = 2**31 - 1, 1e30  # of all others: what 32 bits hold
 _POSITIVE = (
     "loss.clip_low", "loss.clip_high", "loss.normalizer", "optimizer.learning_rate",
     "optimizer.eps", "algorithm.epsilon", "warmstart.learning_rate", "export.max_file_gib",
+    "rollout.step_seconds", "rollout.max_seconds",
 )  # fmt: skip
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "algorithm.gamma": (lambda x: 0 < x <= 1, "in (0, 1]"),
@@ -188,7 +198,8 @@ def _numbers(config: config_dict.ConfigDict) -> None:
         if value is not None and value < least:
             _fail(config, key, f"expected {least} or more")
     for key in _POSITIVE:
-        if value_of(key) <= 0:
+        value = value_of(key)
+        if value is not None and value <= 0:
             _fail(config, key, "expected a number greater than 0")
     for key, (holds, text) in _RANGES.items():
         value = value_of(key)
@@ -295,7 +306,7 @@ def _branching(
     max_turns: int,
 ) -> None:
     branching, roots, name = config.branching, config.algorithm.roots, algorithm.name
-    allowed = [p for p in algorithm.placements if p in PLACEMENTS]
+    allowed = algorithm.placements
     if branching.placement not in allowed:
         _fail(
             config, "branching.placement",
@@ -310,12 +321,33 @@ def _branching(
         for key in (key for key in defaults if key not in ("placement", "siblings")):
             if key != "forks_per_root" and branching[key] != defaults[key]:
                 _fail(config, f"branching.{key}", never)
+    for key, (other, value) in _BELONGS.items():
+        if branching[other] != value and branching[key] != defaults[key]:
+            _fail(
+                config, f"branching.{key}",
+                f"belongs to branching.{other}={value!r}, which is {branching[other]!r}",
+            )  # fmt: skip
     alone = roots == 1 and not config.algorithm.baseline
     if branching.placement != "none" and branching.siblings == 1:
         _fail(
             config, "branching.siblings",
             "a fork needs 2 or more children; for no forks set branching.placement='none'"
             + (f" (and algorithm.roots above 1, now {roots})" if alone else ""),
+        )  # fmt: skip
+    try:
+        branching_lib.BranchingConfig(**branching.to_dict())
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    turns = branching.turns or ()
+    if not all(type(turn) is int and 0 < turn < max_turns for turn in turns):
+        _fail(config, "branching.turns", f"expected turns from 1 to {max_turns - 1}")
+    extra = branching.placement != "none" and (
+        branching.placement == "oracle" or branching.entropy == "probe"
+    )
+    if extra and config.rollout.slots < 2 * config.cpu_devices:
+        _fail(
+            config, "rollout.slots",
+            "what is tried out needs a slot of its own on every device; give at least 2 for each",
         )  # fmt: skip
     if not alone:
         return

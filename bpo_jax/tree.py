@@ -66,6 +66,10 @@ class Decision:
         with agents whose prompt is built anew every turn (a window of the last turns). The root is
         read so in any case. In one tree some decisions may be fresh and others not.
       entropy: nats, of the distribution of the first token to be sampled; None where not measured.
+      measure: what the branching rule judged the decision by, where that is not `entropy`: the
+        entropy of probes in nats, or the spread of the returns that were tried out.
+      inclusion: the probability, given the finished trajectory, with which a post-hoc placement
+        was to fork it; None where forks were not drawn so.
       mid_turn: the action before it is an unfinished turn. Valid where the tokens so far decide it
         (the first marker of a turn, never the last); all later tokens are sampled anew.
       planned: K, the number of children decided and charged before the first of them was sampled.
@@ -77,6 +81,8 @@ class Decision:
     context_ids: np.ndarray = dataclasses.field(default_factory=_empty_ids)
     fresh: bool = False
     entropy: float | None = None
+    measure: float | None = None
+    inclusion: float | None = None
     mid_turn: bool = False
     planned: int = 1
     actions: list[Action] = dataclasses.field(default_factory=list)

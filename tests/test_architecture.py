@@ -51,6 +51,8 @@ PEERS = {
     ("packing", "layout"),
     # The keys and what refuses their values.
     ("config", "config_checks"),
+    # The rule of branching knows which of its settings make sense together; it needs no JAX.
+    ("config_checks", "rollout"),
     # The contracts that environments fulfil are declared with the sandboxes.
     ("environments", "sandbox"),
 }

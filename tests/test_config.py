@@ -215,6 +215,24 @@ BAD = {
         {"branching__placement": "none", "branching__nested": True},
         "branching.nested=True",
     ),
+    "fixed forks without turns": ({"branching__placement": "fixed"}, "branching.turns is empty"),
+    "fixed forks at the start": (
+        {"branching__placement": "fixed", "branching__turns": (0, 2)},
+        "branching.turns=(0, 2)",
+    ),
+    "turns of another placement": ({"branching__turns": (2,)}, "branching.turns=(2,)"),
+    "probes that nobody asks for": ({"branching__probes": 4}, "branching.probes=4"),
+    "a boundary without a marker": (
+        {"branching__boundary": "marker"},
+        "branching.marker is empty",
+    ),
+    "an unknown boundary": ({"branching__boundary": "word"}, "branching.boundary='word'"),
+    "one slot, and probes": (
+        {"branching__entropy": "probe", "rollout__slots": 1},
+        "rollout.slots=1",
+    ),
+    "no sandbox threads": ({"rollout__sandbox_threads": 0}, "rollout.sandbox_threads=0"),
+    "no seconds for a sandbox": ({"rollout__step_seconds": 0.0}, "rollout.step_seconds=0.0"),
     "no checkpoint kept": ({"checkpoint__keep": 0}, "checkpoint.keep=0"),
 }
 

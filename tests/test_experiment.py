@@ -125,6 +125,7 @@ def test_every_update_logs_the_agreed_numbers(finished):
             "ledger/prefilled", "ledger/cache_saved", "ledger/sandbox_steps", "ledger/forks",
             "ledger/trained_unique", "ledger/trained_flat", "ledger/returns", "ledger/updates",
             "time/rollout", "time/pack", "time/score", "time/update", "time/wall",
+            "time/wait_sandboxes", "time/wait_device", "ledger/probed", "tree/filtered",
         ):  # fmt: skip
             assert name in line
         assert line["tree/roots"] == 2
@@ -145,6 +146,44 @@ def test_a_finished_run_started_again_only_repeats_its_summary(finished, config_
     assert records(workdir) == before
     assert again["ledger"] == summary["ledger"]
     assert again["eval/success_final"] == summary["eval/success_final"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout__filter": True, "rollout__deterministic": False},
+        {"branching__entropy": "probe", "branching__probes": 3, "branching__probe_tokens": 3},
+        {"branching__placement": "oracle", "branching__oracle_rollouts": 2},
+        {"branching__boundary": "marker", "branching__marker": "e"},
+        {"branching__placement": "uniform", "branching__initial_length": 3.0},
+    ],
+)
+def test_other_ways_to_branch_go_through_a_whole_update(changes, config_file, tmp_path):
+    config = make_config(config_file, budget__updates=1, eval__tasks=1, **changes)
+    experiment.train(config, str(tmp_path))
+    [line] = [r for r in records(tmp_path) if r["kind"] == "train"]
+    # The tiny random policy never wins: no tree has returns that vary.
+    assert line["tree/filtered"] == (2 if changes.get("rollout__filter") else 0)
+    assert np.isfinite(line["diag/grad_norm"])
+    assert line["ledger/probed"] >= 0 and np.isfinite(line["rollout/return"])
+    if "branching__entropy" in changes or changes.get("branching__placement") == "oracle":
+        assert line["ledger/probed"] > 0
+
+
+@pytest.mark.parametrize(
+    ("tree", "gamma", "vary"),
+    [
+        (trees.tree(trees.leaf(1.0), trees.leaf(0.0)), 1.0, True),
+        (trees.tree(trees.leaf(0.3), trees.leaf(0.3)), 1.0, False),
+        (trees.tree(trees.leaf(1.0), trees.masked()), 1.0, False),
+        (trees.tree(trees.masked()), 1.0, False),
+        (trees.tree(trees.edge(trees.leaf(1.0), trees.leaf(0.0))), 1.0, True),
+        (trees.tree(trees.edge(trees.leaf(0.1), reward=0.2), trees.leaf(0.3)), 1.0, False),
+        (trees.tree(trees.edge(trees.leaf(1.0)), trees.leaf(1.0)), 0.9, True),
+    ],
+)
+def test_trees_to_learn_from_are_those_whose_returns_vary(tree, gamma, vary):
+    assert experiment.returns_vary(tree, gamma) == vary
 
 
 def test_another_algorithm_does_not_resume_it(finished, config_file):

@@ -141,5 +141,5 @@ ALGORITHM = api.Algorithm(
     name="bpo",
     estimate=estimate,
     branches=True,
-    placements=("threshold", "random", "none"),
+    placements=("threshold", "random", "fixed", "uniform", "oracle", "none"),
 )
