@@ -163,7 +163,7 @@ def test_readable_turns(protocol, text, command):
         ("gigpo", "<action>look</action>", "between <think>"),
         ("gigpo", "<think>a</think>look", "between <action>"),
         ("gigpo", "<think>a</think><action> </action>", "between <action>"),
-        ("gigpo", "<think>a</think><action>look</action><action>help</action>", "one command"),
+        ("gigpo", "<think>a</think><action>look</action><action>help</action>", "one action"),
     ],
 )
 def test_unreadable_turns(protocol, text, reason):
