@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import os.path
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -31,9 +30,8 @@ DATE = datetime.date(2024, 7, 26)
 """What templates that tell the date are told; Llama 3's own value where it knows no clock."""
 
 _CLOCK = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1""")
-_PINNED_CLOCK = (
-    "{%- macro strftime_now(format) -%}{{- pinned_dates[format] -}}{%- endmacro -%}"
-)  # stands in front of a template, and hides the real one
+# Stands in front of a template, and hides the real clock.
+_PINNED_CLOCK = "{%- macro strftime_now(format) -%}{{- pinned_dates[format] -}}{%- endmacro -%}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,6 +116,14 @@ class ChatTemplate:
             pieces.append(before.removesuffix(self._earlier) + self._opening)
         return [*pieces, rest]
 
+    def after_turn(self, message: str) -> str:
+        """What the policy reads from the end of a turn to its next one, given the user's message.
+
+        Unlike `Frame` this asks the template, which may treat some messages in ways of its own.
+        """
+        _, piece = self.pieces([*_talk(2), {"role": "user", "content": message}])
+        return piece.removeprefix(self.frame.stop)
+
     def split(self, messages: Sequence[Message]) -> tuple[list[str], list[str]]:
         """The rendered conversation, taken apart into what is around the messages and their texts.
 
@@ -169,18 +175,18 @@ class ChatTemplate:
         opened, longer = self._render(talk[:1]), self._render(talk)
         history, found, _ = longer.partition(talk[1]["content"])
         # Some end a conversation that is not to go on with a token of its own.
-        common = os.path.commonprefix((closed, opened, history))
+        common = _common_start(_common_start(closed, opened), history)
         if not found or talk[0]["content"] not in common:
             raise _rewrites(opened, longer)
         self._earlier = history[len(common) :]
         # Where asking for it changes nothing, the turn is either open always, or never.
-        self._opens = opened != closed or not self._earlier
+        self._opens = not (opened == closed == common and self._earlier)
         self._opening = opened[len(common) :] if self._opens else self._earlier
 
     def _find_frame(self) -> Frame:
         """Finds what stands around messages, and whether it always does."""
         talk = _talk(5)
-        first, said, heard, again, last = (m["content"] for m in talk)
+        said, heard, again, last = (m["content"] for m in talk[1:])
         longer = self.render(talk[:3])
         end, found, after = longer.partition(said)[2].partition(heard)
         if not found or not after.endswith(self._opening):
@@ -207,6 +213,13 @@ class ChatTemplate:
             "the chat template changes the text of messages, so token ids cannot be appended; it "
             f"renders\n{shown!r}\nwhere {padded!r} was said"
         )
+
+
+def _common_start(a: str, b: str) -> str:
+    count = 0
+    while count < min(len(a), len(b)) and a[count] == b[count]:
+        count += 1
+    return a[:count]
 
 
 def _rewrites(shorter: str, longer: str) -> ValueError:
