@@ -103,7 +103,7 @@ class ChatTemplate:
         Raises:
           ValueError: the template leaves a turn out, or puts something else before it.
         """
-        marks = iter(_marks(sum(m["role"] == "assistant" for m in messages)))
+        marks = iter(_marks(len(messages), messages))
         marked = [
             {"role": "assistant", "content": next(marks)} if m["role"] == "assistant" else m
             for m in messages
@@ -235,6 +235,9 @@ def _talk(count: int) -> list[dict[str, str]]:
     return [{"role": roles[i % 2], "content": mark} for i, mark in enumerate(_marks(count))]
 
 
-def _marks(count: int) -> list[str]:
-    """Texts that no template holds, none of them within another."""
-    return [f"(message {number})" for number in range(count)]
+def _marks(count: int, messages: Sequence[Message] = ()) -> list[str]:
+    """Texts that neither a template nor one of the messages holds, none of them within another."""
+    word = "message"
+    while any(word in m["content"] for m in messages):
+        word += "e"
+    return [f"({word} {number})" for number in range(count)]
