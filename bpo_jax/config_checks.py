@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import importlib
 import importlib.util
@@ -129,6 +130,7 @@ _AT_LEAST: dict[str, float] = {
     "branching.siblings": 1, "branching.min_gap": 1, "branching.initial_threshold": 0,
     "rollout.action_tokens": 1, "rollout.slots": 1, "rollout.retries": 0,
     "rollout.kv_tokens": 1,
+    "rollout.observation_tokens": 64,  # the dialogue's LEAST_OBSERVATION
     "rollout.invalid_penalty": 0, "loss.kl_weight": 0,
     "loss.entropy_weight": 0, "loss.chunk": 1, "optimizer.warmup": 0, "optimizer.weight_decay": 0,
     "optimizer.max_grad_norm": 0, "batch.tasks": 1, "batch.rows": 1, "batch.row_length": 128,
@@ -255,6 +257,7 @@ def make_environment(config: config_dict.ConfigDict) -> Any:
     settings = {
         "data": config.environment.data,
         "max_turns": config.environment.max_turns,
+        "action_format": config.environment.action_format,
         **config.environment.settings.to_dict(),
     }
     given = {name: value for name, value in settings.items() if value is not None}
@@ -372,6 +375,15 @@ def _sampling(config: config_dict.ConfigDict) -> None:
             f"one branch of policy.context={config.policy.context} tokens has to fit; give at "
             f"least {config.policy.context + 32}, or None",
         )  # fmt: skip
+    if config.rollout.observation_tokens is not None and config.rollout.overflow != "clip":
+        _fail(
+            config, "rollout.observation_tokens",
+            "only rollout.overflow='clip' shortens observations; set that, or leave this unset",
+        )  # fmt: skip
+    try:
+        datetime.date.fromisoformat(config.rollout.date)
+    except ValueError:
+        _fail(config, "rollout.date", "expected a date, such as 2024-07-26")
     if config.policy.context <= config.rollout.action_tokens:
         _fail(
             config, "policy.context",
@@ -475,6 +487,7 @@ def _choices(config: config_dict.ConfigDict) -> None:
         "policy.param_dtype": ("float32", "bfloat16"),
         "policy.remat": ("none", "dots", "full"),
         "export.dtype": (None, "float32", "bfloat16"),
+        "rollout.overflow": ("end", "clip"),
         "loss.kl_estimator": ("k1", "k2", "k3"),
         "optimizer.schedule": ("constant", "cosine"),
     }.items():

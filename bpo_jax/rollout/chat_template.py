@@ -143,14 +143,19 @@ class ChatTemplate:
             around.append(before)
         around.append(rest)
         rendered = self.render(messages)
-        kept = [m["content"] for m in messages]
-        for shown in (kept, [text.strip() for text in kept]):
-            if rendered == "".join(a + s for a, s in zip(around, [*shown, ""], strict=True)):
-                return around, shown
-        raise ValueError(
-            f"the chat template changes the text of messages: it renders\n{rendered!r}\nfor\n"
-            f"{kept!r}"
-        )
+        shown, rest = [], rendered.removeprefix(around[0])
+        for message, after in zip(messages, around[1:], strict=True):
+            text = message["content"]
+            if not rest.startswith(text + after):
+                text = text.strip()
+            shown.append(text)
+            rest = rest.removeprefix(text + after)
+        if rendered != "".join(a + s for a, s in zip(around, [*shown, ""], strict=True)):
+            raise ValueError(
+                "the chat template changes the text of messages: it renders\n"
+                f"{rendered!r}\nfor\n{[m['content'] for m in messages]!r}"
+            )
+        return around, shown
 
     def _render(self, messages: Sequence[Message], *, opened: bool = True) -> str:
         try:
