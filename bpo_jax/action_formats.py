@@ -8,8 +8,9 @@ What holds for all of them:
 - One turn is one action. Two of them are refused, where others take the first (verl-agent, and
   ReAct by stopping there): what a policy writes after its first action, often what it imagines to
   come of it, would otherwise be executed or trained on as if it had been meant.
-- Thoughts between <think> and </think> are nobody's action, whatever they mention. One that is not
-  closed, as at the limit of a turn, leaves no action; neither does an action that is not closed.
+- Thoughts between <think> and </think> are nobody's action, whatever they mention; a chat template
+  may have opened the first one already. One that is not closed, as at the limit of a turn, leaves
+  no action; neither does an action that is not closed.
 - Tags and labels count in any case, the names in a tool call as they are spelled. Whitespace around
   an action is none of it. Text around a tagged action is ignored; formats without tags take none.
 """
@@ -19,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 
@@ -46,7 +47,7 @@ class ActionFormat:
       parse: the action in a turn. Takes any text and never raises.
       compose: a turn of an action and a thought, which may be empty. `write` checks it.
       markers: texts at whose end the thought is over and the action is still open, so that a turn
-        may branch there.
+        may branch there. A thought that mentions one branches there instead, which is as valid.
     """
 
     name: str
@@ -83,26 +84,22 @@ def named(name: str) -> ActionFormat:
     return FORMATS[name]
 
 
-def invalid_in_a_row(invalid: Sequence[bool]) -> int:
-    """How many turns at the end of a trajectory had no readable action, given which ones had not.
-
-    A trajectory may be ended, as truncated, once there are too many.
-    """
-    count = 0
-    while count < len(invalid) and invalid[-1 - count]:
-        count += 1
-    return count
-
-
 _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL | re.IGNORECASE)
-_OPEN_THOUGHT = re.compile(r"<think>", re.IGNORECASE)
-_UNCLOSED_THOUGHT = InvalidAction(reason="The thought is not closed by </think>.")
+_OPEN = re.compile(r"<think>", re.IGNORECASE)
+_CLOSE = re.compile(r"</think>", re.IGNORECASE)
 
 
 def _spoken(text: str) -> str | InvalidAction:
     """A turn without its thoughts."""
+    opened, closed = _OPEN.search(text), _CLOSE.search(text)
+    if closed and not (opened and opened.start() < closed.start()):
+        text = text[closed.end() :]  # the thought was opened by the prompt
     said = _THOUGHT.sub("", text)
-    return _UNCLOSED_THOUGHT if _OPEN_THOUGHT.search(said) else said
+    if _OPEN.search(said):
+        return InvalidAction(reason="The thought is not closed by </think>.")
+    if _CLOSE.search(said):
+        return InvalidAction(reason="A </think> closes no thought.")
+    return said
 
 
 def _think(thought: str) -> str:
@@ -147,7 +144,7 @@ def _parse_tags(text: str) -> str | InvalidAction:
     said = _spoken(text)
     if isinstance(said, InvalidAction):
         return said
-    if not _THOUGHT.search(text):
+    if not _CLOSE.search(text):
         return InvalidAction(reason="Expected a thought between <think> and </think>.")
     opened, actions = len(_OPEN_ACTION.findall(said)), _ACTION.findall(said)
     if opened > 1:
