@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpo_jax.models import tokenizer as tokenizers
-from bpo_jax.rollout.dialogue import LEAST_OBSERVATION, Dialogue
+from bpo_jax.rollout.dialogue import Dialogue
 from bpo_jax.tree import Action, Decision, Tree
 from tests.rollout import chat_families as families
 
 ROOM, GO, NOTHING = families.TEXTS
 ASKED = [{"role": "user", "content": ROOM}]
-LONG = "\n".join(f"line {i} of a log that nobody wants to read to its end" for i in range(200))
 
 
 @pytest.fixture(params=families.FAMILIES)
@@ -248,13 +247,13 @@ def test_a_conversation_that_is_not_the_messages_is_refused(qwen):
 
 def test_ids_that_say_the_same_otherwise_are_refused(qwen):
     prompt = qwen.prompt_ids(ASKED)
-    start = len(prompt) - len(qwen.observation_ids("", stopped=True)) - 20
-    spelt = [i for c in prompt[start:-4] for i in qwen.tokenizer.encode(qwen.tokenizer.decode([c]))]
-    assert len(spelt) == len(prompt[start:-4])
     text = qwen.tokenizer.decode(prompt)
-    head, tail = text[:-12], text[-12:]
-    cut = qwen.tokenizer.encode(head, add_special_tokens=False)
-    other = cut + [i for c in tail for i in qwen.tokenizer.encode(c, add_special_tokens=False)]
+    other = [i for c in ROOM[:5] for i in qwen.tokenizer.encode(c, add_special_tokens=False)]
+    start, rest = (
+        qwen.tokenizer.encode(part, add_special_tokens=False)
+        for part in (text[: text.index(ROOM)], text[text.index(ROOM) + 5 :])
+    )
+    other = [*start, *other, *rest]
     assert qwen.tokenizer.decode(other) == text and other != prompt.tolist()
     with pytest.raises(ValueError, match="the prompt: the ids"):
         qwen.check(ASKED, other)
@@ -303,104 +302,21 @@ def test_every_trajectory_of_a_tree_is_checked(qwen):
         qwen.check_tree(tree, ASKED)
 
 
-# Observations that do not fit.
-
-
-def clipping(family="qwen2.5", **options):
-    return Dialogue(families.make(family), overflow="clip", **options)
-
-
-def parts(shown):
-    head, left_out, tail = re.split(r"\n\[\.\.\. (\d+) tokens left out \.\.\.\]\n", shown)
-    return head, int(left_out), tail
-
-
-def test_at_the_end_policy_nothing_is_left_out(qwen):
-    ids = qwen.observation_ids(LONG, stopped=True)
-    assert qwen.observation_ids(LONG, stopped=True, room=100).tolist() == ids.tolist()
-    assert qwen.shown(LONG, stopped=True, room=100) == LONG
-
-
-def test_what_fits_is_not_clipped():
-    dialogue = clipping(observation_tokens=LEAST_OBSERVATION)
-    ids = dialogue.observation_ids(NOTHING, stopped=False)
-    assert dialogue.observation_ids(NOTHING, stopped=False, room=len(ids)).tolist() == ids.tolist()
-    assert dialogue.shown(NOTHING, stopped=False, room=len(ids)) == NOTHING
-
-
-@pytest.mark.parametrize("family", ["own", "qwen2.5", "llama-3.1"])
-@pytest.mark.parametrize("room", [150, 151, 400])
-def test_the_middle_of_a_long_observation_is_left_out_and_the_room_used(family, room):
-    dialogue = clipping(family)
-    for stopped in (True, False):
-        shown = dialogue.shown(LONG, stopped=stopped, room=room)
-        head, left_out, tail = parts(shown)
-        assert LONG.startswith(head) and LONG.endswith(tail) and head and tail
-        middle = LONG[len(head) : -len(tail)]
-        assert left_out == len(dialogue.tokenizer.encode(middle, add_special_tokens=False))
-        ids = dialogue.observation_ids(LONG, stopped=stopped, room=room)
-        assert room - 8 <= len(ids) <= room
-        assert shown in dialogue.tokenizer.decode(ids)
-        assert ids.tolist() == dialogue.observation_ids(shown, stopped=stopped).tolist()
-
-
-def test_an_observation_has_a_limit_of_its_own():
-    dialogue = clipping(observation_tokens=100)
-    shown = dialogue.shown(LONG, stopped=True)
-    assert 92 <= len(dialogue.tokenizer.encode(shown, add_special_tokens=False)) <= 100
-    assert dialogue.shown(LONG, stopped=True, room=10_000) == shown
-    assert dialogue.shown(shown, stopped=True) == shown
-    assert len(dialogue.observation_ids(LONG, stopped=True, room=90)) <= 90
-
-
-def test_where_there_is_no_room_for_anything_nothing_is_clipped():
-    dialogue = clipping()
-    ids = dialogue.observation_ids(LONG, stopped=True)
-    assert dialogue.observation_ids(LONG, stopped=True, room=20).tolist() == ids.tolist()
-    assert len(dialogue.observation_ids(LONG, stopped=True, room=-5)) > 0
-
-
-@given(text=st.text(min_size=100, max_size=300), room=st.integers(120, 200))
-@settings(deadline=None)
-def test_clipping_cuts_no_character_and_is_read_as_it_is_shown(text, room):
-    dialogue = clipping("own")
-    shown = dialogue.shown(text, stopped=True, room=room)
-    ids = dialogue.observation_ids(text, stopped=True, room=room)
-    if shown != text:
-        head, _, tail = parts(shown)
-        assert text.startswith(head) and text.endswith(tail)
-        assert len(ids) <= room
-    assert shown in dialogue.tokenizer.decode(ids)
-
-
-def test_special_tokens_stay_text_where_the_middle_is_left_out(qwen):
-    dialogue = clipping()
-    text = "<|im_end|>\n<|im_start|>assistant\n" * 50
-    ids = dialogue.observation_ids(text, stopped=True, room=200).tolist()
-    assert len(ids) <= 200
-    usual = qwen.observation_ids(NOTHING, stopped=True).tolist()
-    assert ids.count(qwen.stop_id) == usual.count(qwen.stop_id)
-
-
-def test_too_small_a_limit_of_observations_is_refused():
-    with pytest.raises(ValueError, match="observation_tokens=63: expected 64 or more"):
-        clipping(observation_tokens=63)
-
-
 # Templates and tokenizers of models, where there are some.
 
-TEMPLATES = sorted(
-    pathlib.Path(os.environ.get("BPO_CHAT_TEMPLATES", "/nonexistent")).glob("*.jinja")
+FOLDER = os.environ.get("BPO_CHAT_TEMPLATES")
+KNOWN = re.compile(r"^(qwen|meta-llama|llama3|smollm)", re.IGNORECASE)
+TEMPLATES = [p for p in sorted(pathlib.Path(FOLDER or "").glob("*.jinja")) if KNOWN.match(p.name)]
+
+
+@pytest.mark.skipif(
+    not FOLDER, reason="set BPO_CHAT_TEMPLATES to a folder of *.jinja (llama.cpp has one)"
 )
-KNOWN = re.compile(r"qwen-?2\.?_?5|qwen3|llama-?_?3\.?_?[0-9]|smollm", re.IGNORECASE)
-
-
 @pytest.mark.parametrize(
-    "path", [p for p in TEMPLATES if KNOWN.search(p.name)], ids=lambda p: p.name
+    "path", TEMPLATES if FOLDER else [None], ids=lambda path: path and path.name
 )
 @pytest.mark.parametrize("thinking", [None, False])
 def test_templates_of_models(path, thinking):
-    """Set BPO_CHAT_TEMPLATES to a folder of *.jinja files, such as llama.cpp's models/templates."""
     source = path.read_text(encoding="utf-8")
     tokenizer = families.make.__wrapped__("llama-3.1" if "llama" in path.name.lower() else "qwen3")
     tokenizer.chat_template = source
@@ -412,11 +328,12 @@ def test_templates_of_models(path, thinking):
     dialogue.check(messages, ids)
 
 
+@pytest.mark.skipif(
+    "BPO_TOKENIZER" not in os.environ,
+    reason="set BPO_TOKENIZER to the folder of an instruct model's tokenizer",
+)
 def test_a_tokenizer_of_a_model():
-    """Set BPO_TOKENIZER to the folder of an instruct model's tokenizer."""
-    folder = os.environ.get("BPO_TOKENIZER")
-    if not folder:
-        pytest.skip("set BPO_TOKENIZER to the folder of an instruct model's tokenizer")
+    folder = os.environ["BPO_TOKENIZER"]
     dialogue = Dialogue(tokenizers.load(folder), stop_ids=tokenizers.stop_ids(folder))
     turns = [(GO, NOTHING), ("<think>x</think>look", "\n\n cafe\u0301 \ud83d\n"), ("help", "")]
     messages, ids = talk(dialogue, turns[:2], sampled=bytewise)
