@@ -187,6 +187,7 @@ class Dialogue:
         Raises:
           ValueError: they differ; says where.
         """
+        messages = [dict(m, content=_readable(m["content"])) for m in messages]
         rest = [int(i) for i in ids]
         first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
         later = messages[first:]

@@ -145,7 +145,8 @@ def test_composed_characters_are_the_same_text(qwen):
 
 
 def test_what_no_utf8_can_hold_is_replaced(dialogue):
-    ids = dialogue.observation_ids("a \udcff b", stopped=True)
+    messages, ids = talk(dialogue, [(GO, "a \udcff b")])
+    dialogue.check(messages, ids)
     assert "a \ufffd b" in dialogue.tokenizer.decode(ids)
     assert "a \ufffd b" in dialogue.tokenizer.decode(
         dialogue.prompt_ids([{"role": "user", "content": "a \udcff b"}])
