@@ -130,7 +130,6 @@ _AT_LEAST: dict[str, float] = {
     "branching.siblings": 1, "branching.min_gap": 1, "branching.initial_threshold": 0,
     "rollout.action_tokens": 1, "rollout.slots": 1, "rollout.retries": 0,
     "rollout.kv_tokens": 1,
-    "rollout.observation_tokens": 64,  # the dialogue's LEAST_OBSERVATION
     "rollout.invalid_penalty": 0, "loss.kl_weight": 0,
     "loss.entropy_weight": 0, "loss.chunk": 1, "optimizer.warmup": 0, "optimizer.weight_decay": 0,
     "optimizer.max_grad_norm": 0, "batch.tasks": 1, "batch.rows": 1, "batch.row_length": 128,
@@ -141,6 +140,7 @@ _AT_LEAST: dict[str, float] = {
     "warmstart.row_length": 128, "warmstart.warmup": 0,
     "warmstart.observation_weight": 0, "warmstart.vocab_size": 260,
     "warmstart.tokenizer_chats": 1, "warmstart.checkpoint_every": 1, "export.step": 0,
+    "rollout.observation_tokens": 64,  # the dialogue's LEAST_OBSERVATION
 }  # fmt: skip
 _AT_MOST: dict[str, float] = {
     "seed": 2**32 - 1, "cpu_devices": 1024, "rollout.retries": 1000, "rollout.slots": 2**20,
