@@ -36,6 +36,9 @@ def base() -> config_dict.ConfigDict:
     environment.factory = "bpo_jax.environments.alfworld:make"
     environment.data = optional(str)  # folder of official data; None: generated tasks
     environment.max_turns = optional(int)  # actions before a trajectory is cut; None: its own
+    # How an action stands in a turn, a name in bpo_jax/action_formats.py: the environment's, since
+    # its prompt explains it and its experts write it. None: its own.
+    environment.action_format = optional(str)
     environment.train_split = "train"  # endless, seeded
     # Other arguments of the factory, here those of the household games; None: its own default.
     environment.settings = settings = config_dict.ConfigDict()
@@ -115,6 +118,16 @@ def base() -> config_dict.ConfigDict:
     # leaving them out of the mean over tasks weighs the others by the outcome: biased.
     rollout.filter = False
     rollout.invalid_penalty = 0.0  # taken from the reward of a turn without a valid action
+    # Where an observation leaves no room for a full turn: "end" ends the trajectory as truncated,
+    # "clip" leaves out the middle of the observation.
+    rollout.overflow = "end"
+    # Tokens beyond which "clip" leaves out the middle of any observation, 64 or more; None: none.
+    rollout.observation_tokens = optional(int)
+    # For chat templates that can switch thoughts on and off (Qwen3); None: their own default.
+    rollout.thinking = optional(bool)
+    # For chat templates that tell the date (Llama 3.1): the same on every day of a run.
+    rollout.date = "2024-07-26"
+    rollout.check_dialogue = False  # render the whole of every trajectory again and compare
 
     config.loss = loss = config_dict.ConfigDict()
     loss.clip_low = 0.2  # ratios are clipped to [1 - clip_low, 1 + clip_high]

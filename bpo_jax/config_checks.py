@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import importlib
 import importlib.util
@@ -141,6 +142,7 @@ _AT_LEAST: dict[str, float] = {
     "warmstart.row_length": 128, "warmstart.warmup": 0,
     "warmstart.observation_weight": 0, "warmstart.vocab_size": 260,
     "warmstart.tokenizer_chats": 1, "warmstart.checkpoint_every": 1, "export.step": 0,
+    "rollout.observation_tokens": 64,  # the dialogue's LEAST_OBSERVATION
 }  # fmt: skip
 _AT_MOST: dict[str, float] = {
     "seed": 2**32 - 1, "cpu_devices": 1024, "rollout.retries": 1000, "rollout.slots": 2**20,
@@ -266,6 +268,7 @@ def make_environment(config: config_dict.ConfigDict) -> Any:
     settings = {
         "data": config.environment.data,
         "max_turns": config.environment.max_turns,
+        "action_format": config.environment.action_format,
         **config.environment.settings.to_dict(),
     }
     given = {name: value for name, value in settings.items() if value is not None}
@@ -404,6 +407,15 @@ def _sampling(config: config_dict.ConfigDict) -> None:
             f"one branch of policy.context={config.policy.context} tokens has to fit; give at "
             f"least {config.policy.context + 32}, or None",
         )  # fmt: skip
+    if config.rollout.observation_tokens is not None and config.rollout.overflow != "clip":
+        _fail(
+            config, "rollout.observation_tokens",
+            "only rollout.overflow='clip' shortens observations; set that, or leave this unset",
+        )  # fmt: skip
+    try:
+        datetime.date.fromisoformat(config.rollout.date)
+    except ValueError:
+        _fail(config, "rollout.date", "expected a date, such as 2024-07-26")
     if config.policy.context <= config.rollout.action_tokens:
         _fail(
             config, "policy.context",
@@ -507,6 +519,7 @@ def _choices(config: config_dict.ConfigDict) -> None:
         "policy.param_dtype": ("float32", "bfloat16"),
         "policy.remat": ("none", "dots", "full"),
         "export.dtype": (None, "float32", "bfloat16"),
+        "rollout.overflow": ("end", "clip"),
         "loss.kl_estimator": ("k1", "k2", "k3"),
         "optimizer.schedule": ("constant", "cosine"),
     }.items():

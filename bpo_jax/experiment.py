@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import datetime
 import pathlib
 import sys
 import time
@@ -215,14 +216,21 @@ class Run:
         self.state = self.learner.start(params)
         # The initial policy; reloaded, not saved, when a run resumes.
         self.reference = params if config.loss.kl_weight else None
-        dialogue = Dialogue(policy.tokenizer)
+        self.dialogue = dialogue = Dialogue(
+            policy.tokenizer,
+            stop_ids=policy.stop_ids,
+            thinking=config.rollout.thinking,
+            date=datetime.date.fromisoformat(config.rollout.date),
+            overflow=config.rollout.overflow,
+            observation_tokens=config.rollout.observation_tokens,
+        )
         devices = jax.local_devices()
         self.engines = [
             PagedEngine(
                 graphdef=policy.graphdef,
                 config=policy.config,
                 params=params,
-                stop_ids=[dialogue.stop_id],
+                stop_ids=dialogue.stop_ids,
                 slots=-(-config.rollout.slots // len(devices)),
                 context=config.policy.context,
                 tokens=config.rollout.kv_tokens,
@@ -387,6 +395,10 @@ class Run:
             temperature=self.config.rollout.temperature,
             ledger=self.ledger,
         )
+        if self.config.rollout.check_dialogue:
+            environment = self.grower.environment
+            for task, tree in zip(tasks, trees, strict=True):
+                self.dialogue.check_tree(tree, environment.prompt(task, tree.root.observation))
         return [tree for tree in trees if tree.root.actions]
 
     def filter(self, trees: Sequence[Tree]) -> list[Tree]:

@@ -8,6 +8,7 @@ from ml_collections import config_dict
 from bpo_jax import config as config_lib
 from bpo_jax import config_checks, estimators
 from bpo_jax.models import presets
+from bpo_jax.rollout import dialogue
 from bpo_jax.rollout.branching import BranchingConfig
 
 
@@ -52,6 +53,17 @@ def test_branching_and_flat_algorithms_imply_the_same_number_of_returns():
     flat = resolve(make_config(algorithm__name="rloo"))
     roots, b = branching.algorithm.roots, branching.branching
     assert roots * (1 + b.forks_per_root * (b.siblings - 1)) == flat.algorithm.roots
+
+
+def test_the_environment_is_given_the_action_format():
+    config = make_config(environment__action_format="react")
+    assert config_lib.make_environment(config).action_format == "react"
+    assert config_lib.make_environment(make_config()).action_format == "plain"
+
+
+def test_the_least_limit_of_observations_is_the_dialogues():
+    least = config_checks._AT_LEAST["rollout.observation_tokens"]
+    assert least == dialogue.LEAST_OBSERVATION
 
 
 def test_resolving_leaves_the_given_config_alone_and_locks_the_copy():
@@ -154,6 +166,20 @@ BAD = {
     "no room for a prompt": (
         {"policy__context": 16, "rollout__action_tokens": 16},
         "policy.context=16",
+    ),
+    "unknown overflow": ({"rollout__overflow": "cut"}, "rollout.overflow='cut'"),
+    "a limit of observations that nothing keeps": (
+        {"rollout__observation_tokens": 100},
+        "rollout.observation_tokens=100",
+    ),
+    "a limit that leaves nothing of observations": (
+        {"rollout__overflow": "clip", "rollout__observation_tokens": 10},
+        "rollout.observation_tokens=10",
+    ),
+    "no date": ({"rollout__date": "today"}, "rollout.date='today'"),
+    "unknown action format": (
+        {"environment__action_format": "xml"},
+        "environment: unknown action format 'xml'",
     ),
     "greedy training": ({"rollout__temperature": 0.0}, "rollout.temperature=0.0"),
     "negative temperature": ({"rollout__temperature": -1.0}, "rollout.temperature=-1.0"),

@@ -248,6 +248,30 @@ def test_a_prompt_beyond_the_context_is_refused_before_anything_is_grown(config_
         experiment.train(config, str(tmp_path))
 
 
+def test_turns_end_with_any_end_of_the_model_and_dialogues_are_checked(
+    config_file, tmp_path, monkeypatch
+):
+    folder = tiny_policy.write(tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1]}))
+    settings = {
+        "policy__preset": str(folder),
+        "rollout__check_dialogue": True,
+        "rollout__overflow": "clip",
+        "rollout__observation_tokens": 64,
+    }
+    run = experiment.Run(make_config(config_file, **settings), str(tmp_path))
+    assert run.dialogue.stop_ids == (0, 1)
+    check, checked = run.dialogue.check_tree, []
+
+    def watch(tree, prompt):
+        checked.append(tree)
+        check(tree, prompt)
+
+    monkeypatch.setattr(run.dialogue, "check_tree", watch)
+    assert run.grow() == checked
+    assert any(len(path) > 1 for tree in checked for path in tree.paths())
+
+
 def main_command(config_file, workdir, *settings):
     return [
         sys.executable, "-m", "bpo_jax.main", f"--config={config_file}", f"--workdir={workdir}",
