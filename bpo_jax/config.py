@@ -90,8 +90,9 @@ def base() -> config_dict.ConfigDict:
     branching.memory = 0.8  # weight of the past in the running threshold and length
     branching.turns = optional(tuple)  # of "fixed": where to fork, counted from 0
     branching.initial_length = 10.0  # turns that "uniform" expects, for the first update
-    branching.boundary = "turn"  # fork before a turn, or behind the first "marker" inside it
-    branching.marker = optional(str)  # text that ends a turn's thought and begins its action
+    branching.boundary = "turn"  # fork before a turn, or behind its first "marker"
+    # Texts that end a turn's thought and begin its action; None: those of the action format.
+    branching.markers = optional(tuple)
     # What "threshold" and the post-hoc placements look at: the entropy of the "first_token", or of
     # a "probe": short continuations that are thrown away.
     branching.entropy = "first_token"
@@ -248,6 +249,8 @@ def resolve(config: config_dict.ConfigDict, *, mode: str = "train") -> config_di
         branching.forks_per_root = 0 if flat else FORKS_PER_ROOT
     if branching.siblings is None:
         branching.siblings = 1 if flat else SIBLINGS
+    if branching.boundary == "marker" and branching.markers is None:
+        branching.markers = checks.markers(config)
     if config.batch.row_buckets is None:
         config.batch.row_buckets = row_buckets(config.batch.row_length)
     if config.batch.path_length is None:

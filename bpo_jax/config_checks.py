@@ -156,7 +156,7 @@ _AT_MOST: dict[str, float] = {
 _BELONGS = {
     "turns": ("placement", "fixed"), "initial_length": ("placement", "uniform"),
     "oracle_rollouts": ("placement", "oracle"), "probes": ("entropy", "probe"),
-    "probe_tokens": ("entropy", "probe"), "marker": ("boundary", "marker"),
+    "probe_tokens": ("entropy", "probe"), "markers": ("boundary", "marker"),
 }  # fmt: skip
 """Settings of the branching that only one value of another one reads."""
 _MOST_WHOLE, _MOST = 2**31 - 1, 1e30  # of all others: what 32 bits hold
@@ -273,6 +273,15 @@ def make_environment(config: config_dict.ConfigDict) -> Any:
     }
     given = {name: value for name, value in settings.items() if value is not None}
     return getattr(importlib.import_module(module), function)(**given)
+
+
+def markers(config: config_dict.ConfigDict) -> tuple[str, ...]:
+    """Texts inside a turn of the configured environment at whose end a turn may branch.
+
+    Raises:
+      ConfigError: the environment cannot be made.
+    """
+    return tuple(getattr(_environment(config), "markers", ()))
 
 
 def _policy(config: config_dict.ConfigDict) -> None:

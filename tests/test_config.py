@@ -250,7 +250,7 @@ BAD = {
     "probes that nobody asks for": ({"branching__probes": 4}, "branching.probes=4"),
     "a boundary without a marker": (
         {"branching__boundary": "marker"},
-        "branching.marker is empty",
+        "branching.markers=()",
     ),
     "an unknown boundary": ({"branching__boundary": "word"}, "branching.boundary='word'"),
     "one slot, and probes": (
@@ -291,6 +291,13 @@ def test_one_root_that_forks_may_have_the_baseline():
     for baseline in (False, True):
         config = make_config(algorithm__roots=1, algorithm__baseline=baseline)
         assert resolve(config).branching.placement == "threshold"
+
+
+def test_the_markers_inside_a_turn_are_those_of_the_action_format():
+    config = make_config(branching__boundary="marker", environment__action_format="think_action")
+    assert resolve(config).branching.markers == ("<action>",)
+    config.branching.markers = ("THEN",)
+    assert resolve(config).branching.markers == ("THEN",)
 
 
 def test_rows_per_step_are_for_rloo():

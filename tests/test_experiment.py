@@ -154,7 +154,7 @@ def test_a_finished_run_started_again_only_repeats_its_summary(finished, config_
         {"rollout__filter": True, "rollout__deterministic": False},
         {"branching__entropy": "probe", "branching__probes": 3, "branching__probe_tokens": 3},
         {"branching__placement": "oracle", "branching__oracle_rollouts": 2},
-        {"branching__boundary": "marker", "branching__marker": "e"},
+        {"branching__boundary": "marker", "branching__markers": ("e",)},
         {"branching__placement": "uniform", "branching__initial_length": 3.0},
     ],
 )

@@ -50,8 +50,8 @@ class BranchingConfig:
       min_gap_tokens: the same in tokens of the context.
       nested: every child of a fork may fork again; otherwise only its first, the backbone.
       turns: of "fixed", counted from 0, at whose beginning (or marker) to fork.
-      boundary: "turn" forks before a turn begins; "marker" inside it, behind the first `marker`.
-      marker: text that ends the thought and begins the action.
+      boundary: "turn" forks before a turn begins; "marker" inside it, behind its first marker.
+      markers: texts that end the thought and begin the action.
       entropy: "first_token" is that of the next token's distribution; "probe" that of `probes`
         short continuations, which are thrown away.
       probes: how many.
@@ -74,7 +74,7 @@ class BranchingConfig:
     nested: bool = False
     turns: Sequence[int] | None = None
     boundary: Literal["turn", "marker"] = "turn"
-    marker: str | None = None
+    markers: Sequence[str] | None = None
     entropy: Literal["first_token", "probe"] = "first_token"
     probes: int = 8
     probe_tokens: int = 16
@@ -111,8 +111,11 @@ class BranchingConfig:
             raise ValueError(f"branching.memory={self.memory}: from 0 to less than 1")
         if self.placement == "fixed" and not self.turns:
             raise ValueError("branching.turns is empty: the fixed placement forks at these turns")
-        if self.boundary == "marker" and not self.marker:
-            raise ValueError("branching.marker is empty: branching.boundary='marker' needs it")
+        if self.boundary == "marker" and not (self.markers and all(self.markers)):
+            raise ValueError(
+                f"branching.markers={self.markers!r}: branching.boundary='marker' needs the texts "
+                "that end a thought; this action format has none of its own"
+            )
         if self.post_hoc and self.nested:
             raise ValueError(
                 f"branching.nested: {self.placement} forks trajectories that have ended, not their "

@@ -282,8 +282,7 @@ class Growth:
         if line.trial is not None and line.sandbox is None:
             left = min(left, c.probe_tokens)
         elif c.boundary == "marker" and line.trial is None and not line.said:
-            assert c.marker is not None
-            self.engine.say(line.handle, left, [c.marker])
+            self.engine.say(line.handle, left, c.markers or ())
             self.asked.add(line.handle)
             return
         self.engine.say(line.handle, left)
@@ -485,12 +484,12 @@ class Growth:
             self._end(line, "done")
             return
         stopped = not action.info.get("unfinished")
-        ids = self.dialogue.observation_ids(result.observation, stopped=stopped)
-        total = self.engine.length(line.handle) + len(ids)
+        room = limits.context - limits.max_turn_tokens - self.engine.length(line.handle)
+        ids = self.dialogue.observation_ids(result.observation, stopped=stopped, room=room)
         if (
             result.truncated
             or line.path.turn >= self.max_turns
-            or total + limits.max_turn_tokens > limits.context
+            or len(ids) > room
             or (limits.max_invalid is not None and line.invalid >= limits.max_invalid)
             or (limits.max_seconds is not None and line.seconds >= limits.max_seconds)
         ):
@@ -501,7 +500,9 @@ class Growth:
         line.ids.append(ids)
         line.action = Action()
         line.decision = action.next = Decision(
-            context_ids=ids, observation=result.observation, actions=[line.action]
+            context_ids=ids,
+            observation=self.dialogue.shown(result.observation, stopped=stopped, room=room),
+            actions=[line.action],
         )
         line.path = dataclasses.replace(
             line.path, tokens_since_fork=line.path.tokens_since_fork + len(ids)

@@ -146,7 +146,7 @@ def test_whatever_fails_nothing_is_left_and_the_ledger_adds_up(
     engine = scripted.Engine(slots=slots, delays=3, order=seed)
     threads = threading.active_count()
     rule = toys.branching(
-        placement=placement, siblings=3, boundary=boundary, marker="7", quantile=0.5
+        placement=placement, siblings=3, boundary=boundary, markers=("7",), quantile=0.5
     )
     trees = toys.grow(
         n=4, rule=rule, engine=engine, environment=environment, ledger=ledger, retries=retries,

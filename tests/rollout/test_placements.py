@@ -202,7 +202,7 @@ def test_the_oracle_forks_where_the_returns_of_rollouts_spread():
 
 
 def marked(**options):
-    return toys.branching(boundary="marker", marker="7", **({"forks_per_root": 9} | options))
+    return toys.branching(boundary="marker", markers=("7",), **({"forks_per_root": 9} | options))
 
 
 def test_a_turn_is_divided_at_its_first_marker_and_forked_there():
@@ -281,7 +281,7 @@ def test_every_placement_works_inside_turns(placement):
     ("options", "reason"),
     [
         ({"placement": "fixed"}, "branching.turns"),
-        ({"boundary": "marker"}, "branching.marker"),
+        ({"boundary": "marker"}, "branching.markers"),
         ({"placement": "post_hoc_top_m", "nested": True}, "branching.nested"),
         ({"placement": "oracle", "oracle_rollouts": 1}, "branching.oracle_rollouts"),
         ({"entropy": "probe", "probes": 0}, "branching.probes"),

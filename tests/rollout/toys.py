@@ -124,9 +124,14 @@ class NumberDialogue:
         ids = [i for m in messages for i in (self.USER, *self._ids(m["content"]))]
         return np.array([*ids, self.REPLY], np.int32)
 
-    def observation_ids(self, observation: str, *, stopped: bool) -> np.ndarray:
+    def observation_ids(
+        self, observation: str, *, stopped: bool, room: int | None = None
+    ) -> np.ndarray:
         forced = [] if stopped else [STOP]
         return np.array([*forced, self.USER, *self._ids(observation), self.REPLY], np.int32)
+
+    def shown(self, observation: str, *, stopped: bool, room: int | None = None) -> str:
+        return observation
 
     def text(self, token_ids) -> str:
         return " ".join(str(i) for i in token_ids if i != STOP)
