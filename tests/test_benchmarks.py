@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from benchmarks import decode, tree_forward
+from benchmarks import decode, sandbox_latency, tree_forward
 
 TINY = dataclasses.replace(
     tree_forward.SMOLLM2_135M, vocab_size=64, hidden_size=24, intermediate_size=32, num_layers=1,
@@ -52,3 +52,11 @@ def test_sampling_is_reported_for_every_batch_and_for_forks():
     assert result["forks"]["ratio"] > 0
     # 24 shared tokens and 8 of their own: the page that is shared in part is copied by all but one.
     assert 1 <= result["forks"]["pages_per_unique"] < 2
+
+
+def test_slow_sandboxes_are_compared_with_fast_ones():
+    args = argparse.Namespace(repeats=1, branches=4, turns=2, tokens=4)
+    result = sandbox_latency.run(args, TINY)
+    assert result["tokens_per_s"] > 0 and result["tokens_per_s_without_latency"] > 0
+    # A policy this small has nothing to do while its sandboxes are at work.
+    assert result["ratio"] < 0.5 < result["engine_idle"]
