@@ -69,7 +69,10 @@ class Decision:
       mid_turn: the action before it is an unfinished turn. Valid where the tokens so far decide it
         (the first marker of a turn, never the last); all later tokens are sampled anew.
       planned: K, the number of children decided and charged before the first of them was sampled.
-      actions: the children, in the order they were sampled.
+      inclusion: probability with which this decision was chosen for a fork, given its finished
+        backbone; None where the choice was not made after the fact.
+      actions: the children, in the order they were sampled. At a fork the first one is the
+        backbone's own, the others are fresh.
       observation: the text behind ``context_ids``, for people.
       snapshot: the sandbox state to fork from, while the tree grows; None afterwards.
     """
@@ -79,6 +82,7 @@ class Decision:
     entropy: float | None = None
     mid_turn: bool = False
     planned: int = 1
+    inclusion: float | None = None
     actions: list[Action] = dataclasses.field(default_factory=list)
     observation: str = ""
     snapshot: Any = None

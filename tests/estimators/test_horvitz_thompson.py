@@ -18,9 +18,17 @@ import numpy as np
 import pytest
 
 from bpo_jax.estimators import ALGORITHMS, Estimate, solve
+from bpo_jax.estimators.exact import mdp as mdp_lib
+from bpo_jax.estimators.exact.mdp import (
+    Mdp,
+    coin,
+    direction_error,
+    error,
+    finish,
+    random_mdp,
+    sample,
+)
 from bpo_jax.tree import Action, Decision, Tree
-from tests.estimators import mdp as mdp_lib
-from tests.estimators.mdp import Mdp, coin, direction_error, error, finish, random_mdp, sample
 
 TOLERANCE, MARGIN = 1e-10, 0.02
 
@@ -29,7 +37,7 @@ def post_hoc(roots: int, *, fresh: int) -> mdp_lib.Scheduler:
     """Forks finished backbones, most likely those that earned little, at likely actions."""
 
     def grow(mdp: Mdp) -> mdp_lib.Draws:
-        top = mdp_lib.start()
+        top = mdp_lib.start(mdp)
         for _ in range(roots):
             backbone = yield from finish(mdp, (yield from sample(mdp, top)))
             low = 1.0 / (1.0 + math.exp(2.0 * sum(a.reward for a in backbone)))
