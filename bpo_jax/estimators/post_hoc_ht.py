@@ -44,7 +44,7 @@ def estimate(tree: tree_lib.Tree, *, gamma: float = 1.0, baseline: float = 0.0) 
     at_root = solved.parent == values.ROOT
     kept = np.where(at_root, lived, False)
     for i, p in enumerate(solved.parent.tolist()):
-        kept[i] = kept[p] if p != values.ROOT else kept[i]
+        kept[i] |= p != values.ROOT and kept[p]
     roots = np.sum(at_root & kept)
 
     # The backbones alone: leave-one-out at the start, inherited further down.
@@ -54,13 +54,13 @@ def estimate(tree: tree_lib.Tree, *, gamma: float = 1.0, baseline: float = 0.0) 
         compared = values.leave_one_out(going_on, at_root & kept, start)
     else:
         compared[at_root] = baseline
-    for i in np.flatnonzero(backbone & ~at_root):
-        p = solved.parent[i]
-        steps = solved.depth[i] - solved.depth[p]
-        compared[i] = (compared[p] - solved.reward[p]) / gamma**steps
+    for i in np.flatnonzero(backbone & ~at_root).tolist():
+        above = solved.parent[i]
+        steps = solved.depth[i] - solved.depth[above]
+        compared[i] = (compared[above] - solved.reward[above]) / gamma**steps
 
-    above = np.maximum(solved.parent, 0)
-    fresh = kept & solved.valid & ~backbone & backbone[above]
+    beside = ~backbone & backbone[np.maximum(solved.parent, 0)]
+    fresh = kept & solved.valid & beside
     count = np.bincount(solved.parent + 1, weights=fresh)[solved.parent + 1]
     share = np.zeros(len(going_on))
     share[backbone] = 1.0

@@ -1,7 +1,8 @@
 """VinePPO (arXiv 2410.01679): values of states from auxiliary rollouts that are not trained on.
 
-On a tree, the trajectories that go from a root by first actions alone are trained. Every other child
-of a fork is an *auxiliary* action: what is below it counts for values and has coefficient 0.
+On a tree, the trajectories that go from a root by first actions alone are trained. All other
+children of a fork are *auxiliary* actions: what is below them counts for values and has coefficient
+0.
 
     V(v) = mean Q of v's auxiliary actions
     A(a) = r(a) + gamma V(next(a)) - V(v),    V(end) = 0
