@@ -8,7 +8,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from benchmarks import decode, tree_forward
+from benchmarks import decode, estimator_bias, tree_forward
+from bpo_jax.estimators import ALGORITHMS
 
 TINY = dataclasses.replace(
     tree_forward.SMOLLM2_135M, vocab_size=64, hidden_size=24, intermediate_size=32, num_layers=1,
@@ -52,3 +53,11 @@ def test_sampling_is_reported_for_every_batch_and_for_forks():
     assert result["forks"]["ratio"] > 0
     # 24 shared tokens and 8 of their own: the page that is shared in part is copied by all but one.
     assert 1 <= result["forks"]["pages_per_unique"] < 2
+
+
+def test_every_claim_about_bias_holds_and_every_algorithm_has_one():
+    results = [estimator_bias.measure(case, problems=2) for case in estimator_bias.CASES]
+    assert [r for r in results if not r["holds"]] == []
+    assert {r["algorithm"] for r in results} == set(ALGORITHMS)
+    table = estimator_bias.markdown(results)
+    assert len(table.splitlines()) == len(results) + 2

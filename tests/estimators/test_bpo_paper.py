@@ -1,4 +1,4 @@
-"""The published recipe does what it says, including what is wrong with it: neither is to be lost."""
+"""The published recipe does what it says, what is wrong with it included: both are to be kept."""
 
 import functools
 
@@ -89,7 +89,7 @@ def test_all_siblings_copies_cancel_above_the_first_fork_in_every_outcome():
     for _, grown in mdp_lib.outcomes(mdp, grow.post_hoc_top(1, forks=2, fresh=2)):
         advantage = paper(grown, propagate="siblings").advantage
         forked += len(grown.forks()) > 0
-        np.testing.assert_allclose(advantage[0], 0.0, atol=1e-15)
+        np.testing.assert_allclose(advantage[0], 0.0, atol=1e-14)  # rounding alone
     assert forked > 100
 
 
@@ -122,10 +122,8 @@ def test_the_gradient_of_the_start_is_missing_even_where_forks_are_predictable(s
     assert error(estimate, exact) > 0.9 * np.linalg.norm(missing) / np.linalg.norm(exact)
 
 
-def test_where_every_decision_below_the_start_forks_each_state_is_moved_towards_its_gradient():
-    # K = 2 at all of them: one edge in (number of returns) each, and depth d is reached by d forks.
+def test_at_a_predictable_fork_the_siblings_give_the_gradient_of_that_state():
     mdp = random_mdp(1, gamma=1.0)
-    estimate = 4.0 * expected(mdp, grow.along_backbone(1, grow.at_depths({1: 4})))
-    exact = mdp.gradient()
+    estimate = expected(mdp, grow.along_backbone(1, grow.at_depths({1: 4})))
     forked = [mdp.edges[h] for h in mdp.edges if len(h) == 2]
-    np.testing.assert_allclose(estimate[forked], 4.0 * exact[forked], atol=TOLERANCE)
+    np.testing.assert_allclose(estimate[forked], mdp.gradient()[forked], atol=TOLERANCE)
