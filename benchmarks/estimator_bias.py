@@ -6,7 +6,7 @@ On random decision problems (three turns of two actions, some trajectories short
 action, gamma 1) every tree a rule can grow is enumerated with its probability, so that what is
 printed are sums in float64, not samples. A few seconds on one core; no accelerator.
 
-Columns: `error` is |E g - grad J| / |grad J|, the median over the problems and the largest; `angle`
+Columns: `error` is |E g - grad J| / |grad J|, the mean over the problems and the largest; `angle`
 the sine of the angle between the two, which no step size mends, likewise. `trees` is how many were
 summed. Exits with 1 if an algorithm that claims to be unbiased is not, or one that is known not to
 be appears so.
@@ -146,8 +146,8 @@ def measure(case: Case, problems: int) -> dict[str, Any]:
         "forks": case.forks,
         "settings": settings,
         "claim": "unbiased" if case.unbiased else "biased",
-        "error": {"median": float(np.median(errors)), "max": max(errors)},
-        "angle": {"median": float(np.median(angles)), "max": max(angles)},
+        "error": {"mean": float(np.mean(errors)), "max": max(errors)},
+        "angle": {"mean": float(np.mean(angles)), "max": max(angles)},
         "trees": trees,
         "holds": (max(errors) < EXACT) == case.unbiased,
     }
@@ -161,7 +161,7 @@ def markdown(results: list[dict[str, Any]]) -> str:
     ]
     for r in results:
         exact = r["error"]["max"] < EXACT
-        numbers = [r[what][which] for what in ("error", "angle") for which in ("median", "max")]
+        numbers = [r[what][which] for what in ("error", "angle") for which in ("mean", "max")]
         columns = [
             f"`{r['algorithm']}`",
             r["forks"],

@@ -22,6 +22,9 @@ FLAT_ROOTS = 10
 FORKING_ROOTS, FORKS_PER_ROOT, SIBLINGS = 2, 2, 3
 """10 returns a task either way: 2 roots, and 2 forks below each with 2 fresh siblings."""
 
+COMMON = {"algorithm.gamma": 1.0, "loss.kl_weight": 0.0}
+"""What is implied by an algorithm that does not say."""
+
 
 def base() -> config_dict.ConfigDict:
     """Every key of a run with its default value."""
@@ -60,15 +63,23 @@ def base() -> config_dict.ConfigDict:
     config.algorithm = algorithm = config_dict.ConfigDict()
     algorithm.name = "bpo"  # a name in bpo_jax/estimators
     algorithm.roots = optional(int)  # M trajectories from the start of a task; None: implied
-    algorithm.gamma = 1.0  # discount per action
+    # Discount per action. None: implied by the algorithm, 1 for most.
+    algorithm.gamma = optional(float)
     algorithm.flow_exponent = 1.0  # bpo: 1 is the policy gradient, 0 counts every action equally
     algorithm.shrinkage = False  # bpo: shrink fork baselines with statistics of earlier updates
-    # bpo with one root: compare it with the mean return of earlier updates instead of with 0.
+    # bpo and post_hoc_ht with one root: compare it with the mean return of earlier updates instead
+    # of with 0.
     algorithm.baseline = False
     # rloo: average the returns of the others over actions, not trajectories: biased, as some public
     # baselines are, and for comparison with them only.
     algorithm.row_per_step = False
     algorithm.epsilon = 1e-6  # grpo: added to the standard deviation
+    # ppo: weight of later steps in an advantage; bpo_paper: fading of the copies that go up to what
+    # siblings share. None: 0.95 both.
+    algorithm.lam = optional(float)
+    # bpo_paper: whose advantage is copied, "backbone" | "siblings". None: the backbone's.
+    algorithm.propagate = optional(str)
+    algorithm.omega = optional(float)  # gigpo: weight of the step advantage; None: 1
 
     config.branching = branching = config_dict.ConfigDict()
     # Where to fork: "threshold" (entropy above a running quantile), "random" (as often), "none".
@@ -96,7 +107,8 @@ def base() -> config_dict.ConfigDict:
     loss.clip_low = 0.2  # ratios are clipped to [1 - clip_low, 1 + clip_high]
     loss.clip_high = 0.2  # see above
     loss.dual_clip = optional(float)  # bound for negative advantages, > 1; None: none
-    loss.kl_weight = 0.0  # of the KL to the reference policy (the initial one)
+    # Of the KL to the reference policy (the initial one). None: implied, 0 for most algorithms.
+    loss.kl_weight = optional(float)
     loss.kl_estimator = "k2"  # k1 | k2 | k3
     loss.entropy_weight = 0.0  # of the entropy bonus
     loss.normalizer = 100.0  # C; a constant near the number of sampled tokens in a trajectory
@@ -201,6 +213,15 @@ def resolve(config: config_dict.ConfigDict, *, mode: str = "train") -> config_di
     check_shape(config)
     config = config_dict.ConfigDict(copy.deepcopy(config.to_dict()))
     algorithm = checks.algorithm_of(config)
+    implied = algorithm.implies | {
+        f"algorithm.{name}": value
+        for name, value in algorithm.settings.items()
+        if name in config.algorithm
+    }
+    for key, value in (COMMON | implied).items():
+        section, _, name = key.partition(".")
+        if config[section][name] is None:
+            config[section][name] = value
     branching = config.branching
     if branching.placement is None:
         branching.placement = algorithm.placements[0]

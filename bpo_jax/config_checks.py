@@ -14,6 +14,7 @@ from typing import Any
 from ml_collections import config_dict
 
 from bpo_jax import estimators, packaged, profiling
+from bpo_jax.estimators import bpo_paper
 
 MODES = ("train", "eval", "warmstart", "export")
 PLACEMENTS = ("threshold", "random", "none")
@@ -155,6 +156,8 @@ _POSITIVE = (
 )  # fmt: skip
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "algorithm.gamma": (lambda x: 0 < x <= 1, "in (0, 1]"),
+    "algorithm.lam": (lambda x: 0 <= x <= 1, "in [0, 1]"),
+    "algorithm.omega": (lambda x: x >= 0, "of 0 or more"),
     "algorithm.flow_exponent": (lambda x: 0 <= x <= 1, "in [0, 1]"),
     "branching.quantile": (lambda x: 0 < x < 1, "in (0, 1)"),
     "warmstart.mistakes": (lambda x: 0 <= x < 1, "in [0, 1)"),
@@ -299,7 +302,7 @@ def _branching(
     if branching.placement not in allowed:
         _fail(
             config, "branching.placement",
-            f"algorithm.name={name!r} expects one of {', '.join(allowed)}",
+            f"algorithm.name={name!r} expects one of {', '.join(allowed) or 'none that exists'}",
         )  # fmt: skip
     if branching.placement == "none":
         never = f"algorithm.name={name!r} with placement 'none' never forks; leave it unset"
@@ -340,7 +343,9 @@ def _algorithm_settings(
     algorithm: estimators.Algorithm,
     defaults: config_dict.ConfigDict,
 ) -> None:
-    for name in ("flow_exponent", "shrinkage", "baseline", "row_per_step", "epsilon"):
+    for name in defaults:
+        if name in ("name", "roots", "gamma"):
+            continue
         if name not in algorithm.settings and config.algorithm[name] != defaults[name]:
             _fail(
                 config, f"algorithm.{name}",
@@ -475,6 +480,7 @@ def _choices(config: config_dict.ConfigDict) -> None:
         "policy.param_dtype": ("float32", "bfloat16"),
         "policy.remat": ("none", "dots", "full"),
         "export.dtype": (None, "float32", "bfloat16"),
+        "algorithm.propagate": (None, *bpo_paper.PROPAGATE),
         "loss.kl_estimator": ("k1", "k2", "k3"),
         "optimizer.schedule": ("constant", "cosine"),
     }.items():

@@ -374,18 +374,13 @@ class Run:
     def estimate(self, trees: Sequence[Tree]) -> list[estimators.Estimate]:
         """Advantages and coefficients, with constants from earlier updates only."""
         c = self.config.algorithm
-        settings: dict[str, Any] = {}
-        if "epsilon" in self.algorithm.settings:
-            settings["epsilon"] = c.epsilon
-        if "flow_exponent" in self.algorithm.settings:
-            settings["flow_exponent"] = c.flow_exponent
-            settings["flow_normalizer"] = self.flow_normalizer()
-        if "row_per_step" in self.algorithm.settings:
-            settings["row_per_step"] = c.row_per_step
-        if c.shrinkage:
-            settings["shrinkage"] = self.constants.shrinkage(c.roots)
-        if c.baseline:
-            settings["baseline"] = self.constants.baseline
+        learnt = {
+            "flow_normalizer": self.flow_normalizer(),
+            "shrinkage": self.constants.shrinkage(c.roots) if c.shrinkage else (),
+            "baseline": self.constants.baseline if c.baseline else 0.0,
+        }
+        given = c.to_dict() | learnt
+        settings = {name: given[name] for name in self.algorithm.settings if name in given}
         return [self.algorithm.estimate(tree, gamma=c.gamma, **settings) for tree in trees]
 
     def flow_normalizer(self) -> float:
