@@ -22,7 +22,7 @@ FLAT_ROOTS = 10
 FORKING_ROOTS, FORKS_PER_ROOT, SIBLINGS = 2, 2, 3
 """10 returns a task either way: 2 roots, and 2 forks below each with 2 fresh siblings."""
 
-COMMON = {"algorithm.gamma": 1.0, "loss.kl_weight": 0.0}
+COMMON = {"algorithm.gamma": 1.0, "loss.kl_weight": 0.0, "loss.value_weight": 0.0}
 """What is implied by an algorithm that does not say."""
 
 
@@ -111,6 +111,16 @@ def base() -> config_dict.ConfigDict:
     loss.kl_weight = optional(float)
     loss.kl_estimator = "k2"  # k1 | k2 | k3
     loss.entropy_weight = 0.0  # of the entropy bonus
+    # "token", or "action": one ratio an action, the geometric mean of its tokens' (as GSPO's).
+    loss.ratio = "token"
+    # Most that the gap between the sampler's and the learner's log-probs may weigh a token or an
+    # action (truncated importance sampling); None: the gap stays in the ratio.
+    loss.importance_cap = optional(float)
+    # ppo: weight of the critic's loss. None: implied, 0.5, and 0 without a critic.
+    loss.value_weight = optional(float)
+    loss.value_clip = optional(float)  # ppo: how far a value may move in an update; None: any
+    loss.value_warmup = 0  # ppo: updates in which the critic alone is trained
+    loss.value_trunk = False  # ppo: the critic's loss changes the whole model, not its head alone
     loss.normalizer = 100.0  # C; a constant near the number of sampled tokens in a trajectory
     loss.chunk = 1024  # tokens whose logits exist at the same time
 

@@ -95,6 +95,7 @@ def validate(
     algorithm = algorithm_of(config)
     _branching(config, algorithm, defaults.branching, environment.max_turns)
     _algorithm_settings(config, algorithm, defaults.algorithm)
+    _critic(config, algorithm, defaults.loss)
     _sampling(config)
     if mode == "train":
         _training(config)
@@ -131,7 +132,8 @@ _AT_LEAST: dict[str, float] = {
     "rollout.action_tokens": 1, "rollout.slots": 1, "rollout.retries": 0,
     "rollout.kv_tokens": 1,
     "rollout.invalid_penalty": 0, "loss.kl_weight": 0,
-    "loss.entropy_weight": 0, "loss.chunk": 1, "optimizer.warmup": 0, "optimizer.weight_decay": 0,
+    "loss.entropy_weight": 0, "loss.value_weight": 0, "loss.value_warmup": 0,
+    "loss.chunk": 1, "optimizer.warmup": 0, "optimizer.weight_decay": 0,
     "optimizer.max_grad_norm": 0, "batch.tasks": 1, "batch.rows": 1, "batch.row_length": 128,
     "batch.minibatches": 1, "batch.epochs": 1, "budget.updates": 1, "budget.decoded_tokens": 1,
     "budget.returns": 1, "eval.tasks": 0, "eval.every": 0, "eval.step": 0, "eval.temperature": 0,
@@ -163,6 +165,8 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "warmstart.mistakes": (lambda x: 0 <= x < 1, "in [0, 1)"),
     "branching.memory": (lambda x: 0 <= x < 1, "in [0, 1)"),
     "loss.clip_low": (lambda x: 0 < x < 1, "in (0, 1)"),
+    "loss.importance_cap": (lambda x: x > 0, "greater than 0, or None for no correction"),
+    "loss.value_clip": (lambda x: x > 0, "greater than 0, or None for no bound"),
     "loss.dual_clip": (lambda x: x > 1, "greater than 1, or None for no bound"),
     "optimizer.b1": (lambda x: 0 <= x < 1, "in [0, 1)"),
     "optimizer.b2": (lambda x: 0 <= x < 1, "in [0, 1)"),
@@ -359,6 +363,26 @@ def _algorithm_settings(
         )  # fmt: skip
 
 
+def _critic(
+    config: config_dict.ConfigDict,
+    algorithm: estimators.Algorithm,
+    defaults: config_dict.ConfigDict,
+) -> None:
+    if algorithm.critic:
+        if config.loss.value_weight == 0:
+            _fail(
+                config, "loss.value_weight",
+                f"algorithm.name={algorithm.name!r} learns values; expected more than 0",
+            )  # fmt: skip
+        return
+    never = f"algorithm.name={algorithm.name!r} has no critic; leave it unset"
+    if config.loss.value_weight > 0:
+        _fail(config, "loss.value_weight", never)
+    for name in ("value_clip", "value_warmup", "value_trunk"):
+        if config.loss[name] != defaults[name]:
+            _fail(config, f"loss.{name}", never)
+
+
 def _sampling(config: config_dict.ConfigDict) -> None:
     if config.rollout.temperature <= 0:
         _fail(
@@ -481,6 +505,7 @@ def _choices(config: config_dict.ConfigDict) -> None:
         "policy.remat": ("none", "dots", "full"),
         "export.dtype": (None, "float32", "bfloat16"),
         "algorithm.propagate": (None, *bpo_paper.PROPAGATE),
+        "loss.ratio": ("token", "action"),
         "loss.kl_estimator": ("k1", "k2", "k3"),
         "optimizer.schedule": ("constant", "cosine"),
     }.items():

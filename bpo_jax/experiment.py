@@ -99,7 +99,7 @@ def train(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
                     estimates = run.estimate(trees)
                     minibatches = run.pack(trees, estimates)
                 with timer("score"):
-                    minibatches = run.score_reference(minibatches)
+                    minibatches = run.score(minibatches)
                 with interrupt.shield():
                     with timer("update"):
                         numbers = run.update(trees, minibatches)
@@ -183,25 +183,29 @@ class Run:
         environment = config_lib.make_environment(config)
         mesh = mesh_lib.make_mesh(**config.mesh.to_dict())
         try:
-            policy = policy_lib.load(seed=config.seed, mesh=mesh, **config.policy.to_dict())
+            policy = policy_lib.load(
+                seed=config.seed,
+                mesh=mesh,
+                value_head=self.algorithm.critic,
+                **config.policy.to_dict(),
+            )
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise config_lib.ConfigError(f"policy.init={config.policy.init!r}: {reason}") from error
         self.learner = update_lib.make(
             policy.config,
             loss=loss_lib.LossSettings(
-                clip_low=config.loss.clip_low,
-                clip_high=config.loss.clip_high,
-                dual_clip=config.loss.dual_clip,
-                kl_weight=config.loss.kl_weight,
-                kl_estimator=config.loss.kl_estimator,
-                entropy_weight=config.loss.entropy_weight,
+                **{
+                    field.name: config.loss[field.name]
+                    for field in dataclasses.fields(loss_lib.LossSettings)
+                }
             ),
             optimizer=optimizer_lib.OptimizerSettings(
                 total=config.budget.updates or 0, **config.optimizer.to_dict()
             ),
             temperature=config.rollout.temperature,
             chunk=config.loss.chunk,
+            train_trunk=config.loss.value_trunk,
             mesh=mesh,
         )
         params = self.learner.place(policy.params)
@@ -381,7 +385,28 @@ class Run:
         }
         given = c.to_dict() | learnt
         settings = {name: given[name] for name in self.algorithm.settings if name in given}
-        return [self.algorithm.estimate(tree, gamma=c.gamma, **settings) for tree in trees]
+        settings["gamma"] = c.gamma
+        if not self.algorithm.critic:
+            return [self.algorithm.estimate(tree, **settings) for tree in trees]
+        estimates = [
+            self.algorithm.estimate(tree, decision_values=predicted, **settings)
+            for tree, predicted in zip(trees, self.predict_values(trees), strict=True)
+        ]
+        if self.step >= self.config.loss.value_warmup:
+            return estimates
+        return [dataclasses.replace(e, coefficient=np.zeros_like(e.coefficient)) for e in estimates]
+
+    def predict_values(self, trees: Sequence[Tree]) -> list[np.ndarray]:
+        """What the critic says of every tree's decisions, 0 where no return lies below."""
+        nothing = [np.zeros(len(tree.actions())) for tree in trees]
+        weights = [packing.Weights(advantage=zero, coefficient=zero) for zero in nothing]
+        batches = self._pack(trees, weights, scale=1.0)
+        said = [self.learner.values(self.state.params, self.learner.put(b)) for b in batches]
+        per_action = packing.unpack(trees, batches, said)
+        return [
+            packing.first_of_each_decision(tree, numbers)
+            for tree, numbers in zip(trees, per_action, strict=True)
+        ]
 
     def flow_normalizer(self) -> float:
         """1, but for flow exponents that change how much a tree counts in all."""
@@ -394,37 +419,51 @@ class Run:
         batch = self.config.batch
         # P counts the tasks issued, not those that came to something.
         prompts = batch.tasks // batch.minibatches
+        scale = 1.0 / (prompts * self.config.loss.normalizer)
         return [
-            packing.pack(
-                trees[part :: batch.minibatches],
-                estimates[part :: batch.minibatches],
-                row_length=batch.row_length,
-                rows=batch.rows,
-                buckets=batch.row_buckets,
-                path_length=batch.path_length,
-                scale=1.0 / (prompts * self.config.loss.normalizer),
+            self._pack(
+                trees[part :: batch.minibatches], estimates[part :: batch.minibatches], scale
             )
             for part in range(batch.minibatches)
         ]
 
-    def score_reference(
-        self, minibatches: list[list[packing.TreeBatch]]
-    ) -> list[list[packing.TreeBatch]]:
-        """Fills in the log-probs under the reference policy, where the loss wants them."""
-        if self.reference is None:
-            return minibatches
-        return [
-            [
-                dataclasses.replace(
-                    batch,
-                    reference_logprob=np.asarray(
-                        self.learner.score(self.reference, self.learner.put(batch))
-                    ),
-                )
-                for batch in minibatch
-            ]
-            for minibatch in minibatches
-        ]
+    def _pack(
+        self, trees: Sequence[Tree], estimates: Sequence[packing.Weighted], scale: float
+    ) -> list[packing.TreeBatch]:
+        batch = self.config.batch
+        return packing.pack(
+            trees,
+            estimates,
+            row_length=batch.row_length,
+            rows=batch.rows,
+            buckets=batch.row_buckets,
+            path_length=batch.path_length,
+            scale=scale,
+        )
+
+    def score(self, minibatches: list[list[packing.TreeBatch]]) -> list[list[packing.TreeBatch]]:
+        """Fills in log-probs that the loss wants: of the reference, of the policy as it is now."""
+        batch = self.config.batch
+        # In the first step of an update the policy as it is now is the one being trained.
+        proximal = self.config.loss.importance_cap is not None and (
+            batch.minibatches * batch.epochs > 1
+        )
+        policies = {
+            "reference_logprob": self.reference,
+            "proximal_logprob": self.state.params if proximal else None,
+        }
+        for name, params in policies.items():
+            if params is not None:
+                minibatches = [
+                    [
+                        dataclasses.replace(
+                            b, **{name: np.asarray(self.learner.score(params, self.learner.put(b)))}
+                        )
+                        for b in minibatch
+                    ]
+                    for minibatch in minibatches
+                ]
+        return minibatches
 
     def update(
         self, trees: Sequence[Tree], minibatches: list[list[packing.TreeBatch]]

@@ -254,18 +254,18 @@ def test_a_tree_split_anywhere_between_its_longest_path_and_its_size_counts_the_
 
 def test_rows_are_as_short_as_the_smallest_bucket_that_holds_them():
     # Rows of 10 would be filled with 9, 8 + 2 and 2 + 2.
-    made = packing._micro_batches([9, 8, 2, 2, 2], rows=2, buckets=[4, 8, 10])
+    made = packing.micro_batches([9, 8, 2, 2, 2], rows=2, buckets=[4, 8, 10])
     assert made == [(10, [[1, 2], [0]]), (4, [[3, 4]])]
 
 
 def test_trees_that_fit_one_row_are_spread_over_shorter_ones():
-    made = packing._micro_batches([4, 3, 3], rows=2, buckets=[3, 6, 10])
+    made = packing.micro_batches([4, 3, 3], rows=2, buckets=[3, 6, 10])
     assert made == [(6, [[0], [1, 2]])]
 
 
 def test_rows_of_similar_fill_share_a_micro_batch():
     # First fit makes the rows 10, 6, 10 and 7 full: 6+4, 6, 5+5, 7 in the order of their longest.
-    made = packing._micro_batches([7, 6, 6, 5, 5, 4], rows=2, buckets=[7, 10])
+    made = packing.micro_batches([7, 6, 6, 5, 5, 4], rows=2, buckets=[7, 10])
     assert made == [(10, [[1, 5], [3, 4]]), (7, [[0], [2]])]
 
 
@@ -273,15 +273,15 @@ def test_rows_of_similar_fill_share_a_micro_batch():
 @given(st.lists(st.integers(1, 40), min_size=1), st.integers(1, 4), st.sets(st.integers(1, 50)))
 def test_every_part_is_in_one_row_that_has_room_for_it(lengths, rows, buckets):
     buckets = sorted({b for b in buckets if b <= 50} | {50})
-    made = packing._micro_batches(lengths, rows, buckets)
-    assert made == packing._micro_batches(lengths, rows, buckets)
+    made = packing.micro_batches(lengths, rows, buckets)
+    assert made == packing.micro_batches(lengths, rows, buckets)
     assert sorted(i for _, bins in made for row in bins for i in row) == list(range(len(lengths)))
     for length, bins in made:
         fullest = max(sum(lengths[i] for i in row) for row in bins)
         assert len(bins) <= rows and fullest <= length
         assert length == min(b for b in buckets if b >= fullest)
     slots = [
-        sum(length for length, _ in m) for m in (made, packing._micro_batches(lengths, rows, [50]))
+        sum(length for length, _ in m) for m in (made, packing.micro_batches(lengths, rows, [50]))
     ]
     assert slots[0] <= slots[1]
 

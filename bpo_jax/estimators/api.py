@@ -25,13 +25,15 @@ class Estimate:
       coefficient: float64 [A], how much the action counts; 0 where no return lies below it. The
         loss multiplies it by 1/(prompts x constant), see `bpo_jax.learner`.
       value_target: float64 [D], in the order of ``tree.decisions()``, what a critic should have
-        said; None without a critic.
-      value_weight: float64 [D], how much each target counts; None without a critic.
+        said; None without a critic, as the two below.
+      value_prediction: float64 [D], what it said.
+      value_weight: float64 [D], how much each target counts.
     """
 
     advantage: np.ndarray
     coefficient: np.ndarray
     value_target: np.ndarray | None = None
+    value_prediction: np.ndarray | None = None
     value_weight: np.ndarray | None = None
 
 

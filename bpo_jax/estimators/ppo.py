@@ -102,10 +102,15 @@ def estimate(
         advantage=found.advantage,
         coefficient=solved.weight * solved.discount,
         value_target=found.target,
+        value_prediction=np.asarray(decision_values, np.float64),
         value_weight=found.weight,
     )
 
 
 ALGORITHM = api.Algorithm(
-    name="ppo", estimate=estimate, placements=("none", *api.PREDICTABLE), critic=True
+    name="ppo",
+    estimate=estimate,
+    placements=("none", *api.PREDICTABLE),
+    implies={"loss.value_weight": 0.5},
+    critic=True,
 )
