@@ -223,7 +223,7 @@ def resolve(config: config_dict.ConfigDict, *, mode: str = "train") -> config_di
     check_shape(config)
     config = config_dict.ConfigDict(copy.deepcopy(config.to_dict()))
     algorithm = checks.algorithm_of(config)
-    implied = algorithm.implies | {
+    implied = dict(algorithm.implies) | {
         f"algorithm.{name}": value
         for name, value in algorithm.settings.items()
         if name in config.algorithm
