@@ -14,7 +14,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from bpo_jax import packing
+from bpo_jax import layout, packing
 from bpo_jax.tree import Action, Decision, Tree
 from tests import trees as random_trees
 
@@ -260,18 +260,18 @@ def test_a_tree_split_anywhere_between_its_longest_path_and_its_size_counts_the_
 
 def test_rows_are_as_short_as_the_smallest_bucket_that_holds_them():
     # Rows of 10 would be filled with 9, 8 + 2 and 2 + 2.
-    made = packing.micro_batches([9, 8, 2, 2, 2], rows=2, buckets=[4, 8, 10])
+    made = layout.micro_batches([9, 8, 2, 2, 2], rows=2, buckets=[4, 8, 10])
     assert made == [(10, [[1, 2], [0]]), (4, [[3, 4]])]
 
 
 def test_trees_that_fit_one_row_are_spread_over_shorter_ones():
-    made = packing.micro_batches([4, 3, 3], rows=2, buckets=[3, 6, 10])
+    made = layout.micro_batches([4, 3, 3], rows=2, buckets=[3, 6, 10])
     assert made == [(6, [[0], [1, 2]])]
 
 
 def test_rows_of_similar_fill_share_a_micro_batch():
     # First fit makes the rows 10, 6, 10 and 7 full: 6+4, 6, 5+5, 7 in the order of their longest.
-    made = packing.micro_batches([7, 6, 6, 5, 5, 4], rows=2, buckets=[7, 10])
+    made = layout.micro_batches([7, 6, 6, 5, 5, 4], rows=2, buckets=[7, 10])
     assert made == [(10, [[1, 5], [3, 4]]), (7, [[0], [2]])]
 
 
@@ -279,21 +279,21 @@ def test_rows_of_similar_fill_share_a_micro_batch():
 @given(st.lists(st.integers(1, 40), min_size=1), st.integers(1, 4), st.sets(st.integers(1, 50)))
 def test_every_part_is_in_one_row_that_has_room_for_it(lengths, rows, buckets):
     buckets = sorted({b for b in buckets if b <= 50} | {50})
-    made = packing.micro_batches(lengths, rows, buckets)
-    assert made == packing.micro_batches(lengths, rows, buckets)
+    made = layout.micro_batches(lengths, rows, buckets)
+    assert made == layout.micro_batches(lengths, rows, buckets)
     assert sorted(i for _, bins in made for row in bins for i in row) == list(range(len(lengths)))
     for length, bins in made:
         fullest = max(sum(lengths[i] for i in row) for row in bins)
         assert len(bins) <= rows and fullest <= length
         assert length == min(b for b in buckets if b >= fullest)
     slots = [
-        sum(length for length, _ in m) for m in (made, packing.micro_batches(lengths, rows, [50]))
+        sum(length for length, _ in m) for m in (made, layout.micro_batches(lengths, rows, [50]))
     ]
     assert slots[0] <= slots[1]
 
 
 def test_trees_go_first_fit_longest_first():
-    assert packing._first_fit_decreasing([3, 9, 5, 2, 6], 10) == [[1], [4, 0], [2, 3]]
+    assert layout._first_fit_decreasing([3, 9, 5, 2, 6], 10) == [[1], [4, 0], [2, 3]]
 
 
 def test_every_micro_batch_has_the_shape_of_a_bucket():
@@ -391,7 +391,7 @@ def with_critic(tree: Tree, seed: int) -> packing.Weights:
     kept = valid(tree)
     alive = [any(order[id(a)] in kept for a in d.actions) for d in tree.decisions()]
     return dataclasses.replace(
-        random_weights(tree, seed),
+        random_trees.random_weights(tree, seed),
         value_target=rng.normal(size=len(alive)),
         value_prediction=rng.normal(size=len(alive)),
         value_weight=np.where(alive, rng.uniform(0.1, 1.0, len(alive)), 0.0),
@@ -401,7 +401,7 @@ def with_critic(tree: Tree, seed: int) -> packing.Weights:
 @few
 @given(st.integers(0, 10_000), st.sampled_from([0.0, 0.4]))
 def test_every_decision_has_its_value_once_where_an_action_of_it_begins(seed, masked_rate):
-    tree = random_tree(seed, masked_rate=masked_rate, fork_rate=0.5)
+    tree = random_trees.random_tree(seed, masked_rate=masked_rate, fork_rate=0.5)
     critic = with_critic(tree, seed)
     batches = packing.pack([tree], [critic], rows=2, row_length=longest_path(tree) + 8, scale=0.5)
     decision_of = {id(a): i for i, d in enumerate(tree.decisions()) for a in d.actions}
@@ -427,10 +427,10 @@ def test_every_decision_has_its_value_once_where_an_action_of_it_begins(seed, ma
 @few
 @given(st.integers(0, 10_000), st.sampled_from([0.0, 0.4]))
 def test_values_read_at_parents_come_back_by_decision(seed, masked_rate):
-    tree = random_tree(seed, masked_rate=masked_rate, fork_rate=0.5)
+    tree = random_trees.random_tree(seed, masked_rate=masked_rate, fork_rate=0.5)
     # Two trees: where the numbers of each lie in the rows is not the same.
-    trees, weights = [tree, random_tree(seed + 1)], []
-    weights = [random_weights(t, seed) for t in trees]
+    trees = [tree, random_trees.random_tree(seed + 1)]
+    weights = [random_trees.random_weights(t, seed) for t in trees]
     room = max(longest_path(t) for t in trees) + 8
     batches = packing.pack(trees, weights, rows=2, row_length=room)
     # A number of the parent and all before it: the same for all actions of a decision.
@@ -457,7 +457,7 @@ def test_values_read_at_parents_come_back_by_decision(seed, masked_rate):
 
 
 def test_numbers_that_do_not_fit_the_decisions_are_refused():
-    tree = random_tree(0)
+    tree = random_trees.random_tree(0)
     wrong = dataclasses.replace(with_critic(tree, 0), value_target=np.zeros(1))
     with pytest.raises(ValueError, match=r"decisions, but its value_target has shape \(1,\)"):
         packing.pack([tree], [wrong], rows=1, row_length=256)
