@@ -272,6 +272,21 @@ def test_ctrl_c_ends_with_a_checkpoint_and_exit_code_130(config_file, tmp_path):
     assert kept[-1] == summary["updates"]
 
 
+def test_a_critic_is_trained_beside_the_policy_and_alone_at_first(config_file, tmp_path):
+    config = make_config(
+        config_file, algorithm__name="ppo", branching__placement="threshold", loss__ratio="action",
+        loss__importance_cap=2.0, loss__value_warmup=1, loss__value_clip=1.0, batch__epochs=2,
+        rollout__invalid_penalty=0.5, budget__updates=2,
+    )  # fmt: skip
+    experiment.train(config, str(tmp_path))
+    first, second = (r for r in records(tmp_path) if r["kind"] == "train")
+    assert first["loss/value"] > 0.0
+    assert second["loss/value"] < first["loss/value"]
+    assert first["loss/policy"] == first["diag/approx_kl"] == 0.0 or first["diag/approx_kl"] < 1e-6
+    assert second["loss/policy"] != 0.0
+    assert second["diag/importance_capped"] == 0.0
+
+
 def bare_run(**algorithm):
     """A run without a policy, for what it does with trees once they are grown."""
     run = object.__new__(experiment.Run)
