@@ -282,7 +282,8 @@ def test_a_critic_is_trained_beside_the_policy_and_alone_at_first(config_file, t
     first, second = (r for r in records(tmp_path) if r["kind"] == "train")
     assert first["loss/value"] > 0.0
     assert second["loss/value"] < first["loss/value"]
-    assert first["loss/policy"] == first["diag/approx_kl"] == 0.0 or first["diag/approx_kl"] < 1e-6
+    assert first["loss/policy"] == 0.0
+    assert first["diag/approx_kl"] < 1e-6  # nothing it samples from moved between its epochs
     assert second["loss/policy"] != 0.0
     assert second["diag/importance_capped"] == 0.0
 
