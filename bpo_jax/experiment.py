@@ -108,6 +108,9 @@ def train(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
                     numbers |= estimators.tree_diagnostics(
                         trees, estimates, gamma=config.algorithm.gamma
                     )
+                    for turn in estimators.by_turn(trees, gamma=config.algorithm.gamma):
+                        of_turn = turn.metrics().items()
+                        numbers |= {f"turn/{turn.turn:02d}/{name}": x for name, x in of_turn}
                     run.learn_constants(trees, numbers)
                     run.elapsed = clock()
                     run.commit()

@@ -30,6 +30,7 @@ FLOORS = {
     "environments": 3,
     "packing": 2,
     "layout": 2,
+    "tree_files": 2,
     "tree": 1,
     "ledger": 1,
     "packaged": 1,

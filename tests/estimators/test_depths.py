@@ -133,14 +133,13 @@ def test_every_estimate_is_right_in_the_mean_whatever_forks_lie_below(rule):
 
 
 def _longer(mdp: Mdp) -> Mdp:
-    """The same problem with a turn at the end that changes nothing."""
+    """The same problem with a turn at the end in which there is no choice."""
     policy, reward = dict(mdp.policy), dict(mdp.reward)
     final = set()
     for h in mdp.final:
-        policy[h] = np.array([0.5, 0.5])
-        for a in (0, 1):
-            reward[*h, a] = 0.0
-            final.add((*h, a))
+        policy[h] = np.array([1.0])
+        reward[*h, 0] = 0.0
+        final.add((*h, 0))
     return dataclasses.replace(mdp, policy=policy, reward=reward, final=frozenset(final))
 
 
