@@ -67,7 +67,7 @@ def save(trees: Sequence[Tree], folder: str | os.PathLike[str]) -> None:
         "version": VERSION,
         "trees": [_describe(tree, arrays) for tree in trees],
     }
-    text = json.dumps(content, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(content, allow_nan=False)
     flat = {
         name: np.concatenate([np.zeros(0, dtype), *arrays[name]]).astype(dtype)
         for name, dtype in _DTYPES.items()
@@ -140,7 +140,8 @@ def _describe_decision(
     arrays: dict[str, list[np.ndarray]],
 ) -> dict[str, Any]:
     where = f"tree {task_id!r}, decision {number[id(decision)]}"
-    arrays["context_ids"].append(_ids(decision.context_ids, f"{where}: context_ids"))
+    context = np.asarray(decision.context_ids)
+    arrays["context_ids"].append(_exactly(context, np.int32, f"{where}: context_ids"))
     actions = []
     for index, action in enumerate(decision.actions):
         here = f"{where}, action {index}"
@@ -148,9 +149,9 @@ def _describe_decision(
         if len({c.shape for c in columns}) != 1 or columns[0].ndim != 1:
             shapes = ", ".join(f"{n} {c.shape}" for n, c in zip(_OF_ACTIONS, columns, strict=True))
             raise ValueError(f"{here}: expected one number each for every token, found {shapes}")
-        arrays["token_ids"].append(_ids(columns[0], f"{here}: token_ids"))
-        arrays["logprobs"].append(columns[1])
-        arrays["entropies"].append(columns[2])
+        arrays["token_ids"].append(_exactly(columns[0], np.int32, f"{here}: token_ids"))
+        for name, column in zip(_OF_ACTIONS[1:], columns[1:], strict=True):
+            arrays[name].append(_exactly(column, np.float32, f"{here}: {name}"))
         actions.append(
             {
                 "tokens": len(columns[0]),
@@ -173,12 +174,15 @@ def _describe_decision(
     }
 
 
-def _ids(ids: np.ndarray, where: str) -> np.ndarray:
-    ids = np.asarray(ids)
-    exact = ids.astype(np.int32)
-    if ids.ndim != 1 or not np.array_equal(exact, ids):
-        raise ValueError(f"{where} are no int32 numbers in a row: {ids!r}")
-    return exact
+def _exactly(numbers: np.ndarray, dtype: type, where: str) -> np.ndarray:
+    with np.errstate(over="ignore", invalid="ignore"):
+        same = numbers.astype(dtype)
+    if numbers.ndim != 1 or not np.array_equal(same, numbers, equal_nan=dtype is np.float32):
+        raise ValueError(
+            f"{where}: expected a row of {np.dtype(dtype)} numbers, found {numbers.dtype}"
+            f" {numbers.shape} with others"
+        )
+    return same
 
 
 def _number(value: float | None, where: str) -> float | None:
@@ -225,10 +229,9 @@ def _read_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
         raise TreeFileError(f"{path}: cannot be read ({_line(error)})") from error
     found = {name: (array.dtype, array.ndim) for name, array in arrays.items()}
     if found != {name: (dtype, 1) for name, dtype in _DTYPES.items()}:
-        raise TreeFileError(
-            f"{path}: expected the rows {', '.join(f'{n} ({d})' for n, d in _DTYPES.items())}, found"
-            f" {', '.join(f'{n} ({d}, {k} axes)' for n, (d, k) in found.items()) or 'nothing'}"
-        )
+        expected = ", ".join(f"{name} ({dtype})" for name, dtype in _DTYPES.items())
+        there = ", ".join(f"{name} ({dtype}, {axes} axes)" for name, (dtype, axes) in found.items())
+        raise TreeFileError(f"{path}: expected the rows {expected}, found {there or 'nothing'}")
     if not len(arrays["token_ids"]) == len(arrays["logprobs"]) == len(arrays["entropies"]):
         raise TreeFileError(f"{path}: token_ids, logprobs and entropies differ in length")
     return arrays
@@ -257,13 +260,17 @@ class _Reader:
             raise self.fail(where, f"expected an object, found {entry!r:.60}")
         if name not in entry:
             raise self.fail(where, f"{name!r} is missing")
-        value = entry[name]
+        value: Any = entry[name]
         if optional and value is None:
             return None
         accepted = (int, float) if kind is float else (kind,)
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             raise self.fail(where, f"{name!r} is {value!r:.60}, expected {_KINDS[kind]}")
-        return float(value) if kind is float else value
+        if kind is not float:
+            return value
+        if not math.isfinite(value):
+            raise self.fail(where, f"{name!r} is {value}, expected a finite number")
+        return float(value)
 
     def tree(self, entry: Any, where: str) -> Tree:
         entries = self.field(entry, "decisions", list, where)
@@ -322,8 +329,13 @@ class _Reader:
         end = self.field(entry, "end", str, where, optional=True)
         if end not in _ENDS:
             raise self.fail(where, f"'end' is {end!r}, expected null, done, truncated or masked")
+        token_ids, logprobs, entropies = (
+            self.arrays[name][start : self.tokens].copy() for name in _OF_ACTIONS
+        )
         return Action(
-            **{name: self.arrays[name][start : self.tokens].copy() for name in _OF_ACTIONS},
+            token_ids=token_ids,
+            logprobs=logprobs,
+            entropies=entropies,
             text=self.field(entry, "text", str, where),
             reward=self.field(entry, "reward", float, where),
             end=end,

@@ -74,6 +74,11 @@ def test_trees_come_back_exactly(trees):
     assert [content(t) for t in there_and_back(trees)] == [content(t) for t in trees]
 
 
+def test_text_that_is_no_valid_unicode_comes_back():
+    (back,) = there_and_back([Tree(task_id="broken \udc80", root=Decision(observation="\ud800"))])
+    assert (back.task_id, back.root.observation) == ("broken \udc80", "\ud800")
+
+
 def test_no_trees_are_trees_too():
     assert there_and_back([]) == []
 
@@ -116,6 +121,12 @@ def one_action(**fields) -> Tree:
     return Tree(task_id="t", root=Decision(actions=[Action(end="done", **fields)]))
 
 
+def row(token: int, logprob: float = 0.5):
+    """The arrays of an action with one token, as wide as NumPy makes them."""
+    numbers = {"logprobs": logprob, "entropies": 0.0, "token_ids": token}
+    return {name: np.array([number]) for name, number in numbers.items()}
+
+
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
@@ -123,7 +134,8 @@ def one_action(**fields) -> Tree:
         (one_action(info={"at": {1: 2}}), r"info\['at'\] is a dict"),
         (one_action(reward=float("nan")), "action 0: reward is nan"),
         (one_action(info={"x": float("inf")}), r"info\['x'\] is inf"),
-        (one_action(token_ids=np.array([2**40])), "token_ids are no int32"),
+        (one_action(**row(2**40)), "token_ids: expected a row of int32 numbers, found int64"),
+        (one_action(**row(1, logprob=0.1)), "logprobs: expected a row of float32 numbers"),
         (one_action(token_ids=np.array([1, 2])), "one number each for every token"),
     ],
 )
@@ -223,6 +235,8 @@ def test_numbers_that_json_does_not_have_are_refused(saved):
     path = saved / tree_files.STRUCTURE
     path.write_text(path.read_text().replace('"reward": ', '"reward": NaN, "was": ', 1))
     assert "NaN is no number" in refused(saved)
+    path.write_text(path.read_text().replace("NaN", "1e999"))
+    assert "'reward' is inf, expected a finite number" in refused(saved)
 
 
 def test_other_arrays_are_refused(saved):

@@ -1,8 +1,8 @@
 """Advantages of a tree's actions, as pure float64 functions that do not know where it came from.
 
 An algorithm is one file with an `Algorithm` in it, listed in `ALGORITHMS`; a config picks one by
-name. `diagnostics` and `depths` measure on the same trees whether branching pays, `exact` whether an
-estimator is what it claims to be.
+name. `diagnostics` and `depths` measure on the same trees whether branching pays, `exact` measures
+whether an estimator is what it claims to be.
 """
 
 from bpo_jax.estimators import bpo, bpo_paper, gigpo, grpo, post_hoc_ht, ppo, rloo, vineppo
