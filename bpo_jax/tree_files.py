@@ -176,7 +176,7 @@ def _describe_decision(
 
 def _exactly(numbers: np.ndarray, dtype: type, where: str) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
-        same = numbers.astype(dtype)
+        same: np.ndarray = numbers.astype(dtype)
     if numbers.ndim != 1 or not np.array_equal(same, numbers, equal_nan=dtype is np.float32):
         raise ValueError(
             f"{where}: expected a row of {np.dtype(dtype)} numbers, found {numbers.dtype}"
@@ -260,17 +260,16 @@ class _Reader:
             raise self.fail(where, f"expected an object, found {entry!r:.60}")
         if name not in entry:
             raise self.fail(where, f"{name!r} is missing")
-        value: Any = entry[name]
+        value = entry[name]
         if optional and value is None:
             return None
-        accepted = (int, float) if kind is float else (kind,)
-        if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        # Whole numbers are numbers too, truth values are not.
+        fits = type(value) is kind or (kind is float and type(value) is int)
+        if not fits:
             raise self.fail(where, f"{name!r} is {value!r:.60}, expected {_KINDS[kind]}")
-        if kind is not float:
-            return value
-        if not math.isfinite(value):
+        if kind is float and not math.isfinite(value):
             raise self.fail(where, f"{name!r} is {value}, expected a finite number")
-        return float(value)
+        return kind(value) if kind is float else value
 
     def tree(self, entry: Any, where: str) -> Tree:
         entries = self.field(entry, "decisions", list, where)
