@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import pathlib
 
 import numpy as np
 import pytest
@@ -55,9 +56,9 @@ def test_sampling_is_reported_for_every_batch_and_for_forks():
     assert 1 <= result["forks"]["pages_per_unique"] < 2
 
 
-def test_every_claim_about_bias_holds_and_every_algorithm_has_one():
-    results = [estimator_bias.measure(case, problems=2) for case in estimator_bias.CASES]
+def test_every_claim_about_bias_holds_and_stands_in_the_docs():
+    results = [estimator_bias.measure(case, problems=5) for case in estimator_bias.CASES]
     assert [r for r in results if not r["holds"]] == []
     assert {r["algorithm"] for r in results} == set(ALGORITHMS)
-    table = estimator_bias.markdown(results)
-    assert len(table.splitlines()) == len(results) + 2
+    page = pathlib.Path(__file__).parents[1] / "docs" / "estimators.md"
+    assert estimator_bias.markdown(results) in page.read_text(encoding="utf-8")
