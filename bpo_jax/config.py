@@ -198,6 +198,9 @@ def base() -> config_dict.ConfigDict:
 
     config.log = log = config_dict.ConfigDict()
     log.tensorboard = True  # event files in the workdir
+    # Random directions in which the gradient's variance is measured at every forked turn, with and
+    # without forks. Each costs two scoring passes over an update's trees; 16 give a rough number.
+    log.gradient_directions = 0
     return config
 
 

@@ -142,6 +142,7 @@ _AT_LEAST: dict[str, float] = {
     "warmstart.row_length": 128, "warmstart.warmup": 0,
     "warmstart.observation_weight": 0, "warmstart.vocab_size": 260,
     "warmstart.tokenizer_chats": 1, "warmstart.checkpoint_every": 1, "export.step": 0,
+    "log.gradient_directions": 0,
 }  # fmt: skip
 _AT_MOST: dict[str, float] = {
     "seed": 2**32 - 1, "cpu_devices": 1024, "rollout.retries": 1000, "rollout.slots": 2**20,

@@ -28,6 +28,7 @@ from bpo_jax.learner import checkpoint as checkpoint_lib
 from bpo_jax.learner import loss as loss_lib
 from bpo_jax.learner import mesh as mesh_lib
 from bpo_jax.learner import optimizer as optimizer_lib
+from bpo_jax.learner import probe as probe_lib
 from bpo_jax.learner import update as update_lib
 from bpo_jax.learner import weight_sync
 from bpo_jax.ledger import Ledger
@@ -100,6 +101,7 @@ def train(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
                     minibatches = run.pack(trees, estimates)
                 with timer("score"):
                     minibatches = run.score(minibatches)
+                    scores = run.probe(trees)
                 with interrupt.shield():
                     with timer("update"):
                         numbers = run.update(trees, minibatches)
@@ -108,9 +110,7 @@ def train(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
                     numbers |= estimators.tree_diagnostics(
                         trees, estimates, gamma=config.algorithm.gamma
                     )
-                    for turn in estimators.by_turn(trees, gamma=config.algorithm.gamma):
-                        of_turn = turn.metrics().items()
-                        numbers |= {f"turn/{turn.turn:02d}/{name}": x for name, x in of_turn}
+                    numbers |= turn_metrics(trees, config.algorithm.gamma, scores)
                     run.learn_constants(trees, numbers)
                     run.elapsed = clock()
                     run.commit()
@@ -399,11 +399,22 @@ class Run:
             return estimates
         return [dataclasses.replace(e, coefficient=np.zeros_like(e.coefficient)) for e in estimates]
 
+    def probe(self, trees: Sequence[Tree]) -> list[np.ndarray] | None:
+        """Projected gradients of the actions' log-probs, where they are to be logged."""
+        if not self.config.log.gradient_directions:
+            return None
+        return probe_lib.action_scores(
+            self.learner,
+            self.state.params,
+            trees,
+            self._pack_unweighted(trees),
+            directions=self.config.log.gradient_directions,
+            seed=named_seed(self.config.seed, 3, self.step) % 2**32,
+        )
+
     def predict_values(self, trees: Sequence[Tree]) -> list[np.ndarray]:
         """What the critic says of every tree's decisions, 0 where no return lies below."""
-        nothing = [np.zeros(len(tree.actions())) for tree in trees]
-        weights = [packing.Weights(advantage=zero, coefficient=zero) for zero in nothing]
-        batches = self._pack(trees, weights, scale=1.0)
+        batches = self._pack_unweighted(trees)
         said = [self.learner.values(self.state.params, self.learner.put(b)) for b in batches]
         per_action = packing.unpack(trees, batches, said)
         return [
@@ -429,6 +440,11 @@ class Run:
             )
             for part in range(batch.minibatches)
         ]
+
+    def _pack_unweighted(self, trees: Sequence[Tree]) -> list[packing.TreeBatch]:
+        nothing = [np.zeros(len(tree.actions())) for tree in trees]
+        weights = [packing.Weights(advantage=zero, coefficient=zero) for zero in nothing]
+        return self._pack(trees, weights, scale=1.0)
 
     def _pack(
         self, trees: Sequence[Tree], estimates: Sequence[packing.Weighted], scale: float
@@ -613,6 +629,14 @@ def tree_metrics(trees: Sequence[Tree], gamma: float) -> dict[str, float]:
         "tree/depth": _mean(depths),
         "tree/masked": masked / max(leaves, 1),
     }
+
+
+def turn_metrics(
+    trees: Sequence[Tree], gamma: float, scores: Sequence[np.ndarray] | None
+) -> dict[str, float]:
+    """Whether branching pays at each turn that was forked: ``turn/<turns before>/<name>``."""
+    found = estimators.by_turn(trees, gamma=gamma, scores=scores)
+    return {f"turn/{t.turn:02d}/{name}": x for t in found for name, x in t.metrics().items()}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -276,7 +276,7 @@ def test_a_critic_is_trained_beside_the_policy_and_alone_at_first(config_file, t
     config = make_config(
         config_file, algorithm__name="ppo", branching__placement="threshold", loss__ratio="action",
         loss__importance_cap=2.0, loss__value_warmup=1, loss__value_clip=1.0, batch__epochs=2,
-        rollout__invalid_penalty=0.5, budget__updates=2,
+        rollout__invalid_penalty=0.5, budget__updates=2, log__gradient_directions=1,
     )  # fmt: skip
     experiment.train(config, str(tmp_path))
     first, second = (r for r in records(tmp_path) if r["kind"] == "train")
@@ -286,6 +286,7 @@ def test_a_critic_is_trained_beside_the_policy_and_alone_at_first(config_file, t
     assert first["diag/approx_kl"] < 1e-6  # nothing it samples from moved between its epochs
     assert second["loss/policy"] != 0.0
     assert second["diag/importance_capped"] == 0.0
+    assert any(name.endswith("/gradient_variance_forked") for name in second)
 
 
 def bare_run(**algorithm):
