@@ -22,6 +22,9 @@ FLAT_ROOTS = 10
 FORKING_ROOTS, FORKS_PER_ROOT, SIBLINGS = 2, 2, 3
 """10 returns a task either way: 2 roots, and 2 forks below each with 2 fresh siblings."""
 
+COMMON = {"algorithm.gamma": 1.0, "loss.kl_weight": 0.0, "loss.value_weight": 0.0}
+"""What is implied by an algorithm that does not say."""
+
 
 def base() -> config_dict.ConfigDict:
     """Every key of a run with its default value."""
@@ -63,15 +66,23 @@ def base() -> config_dict.ConfigDict:
     config.algorithm = algorithm = config_dict.ConfigDict()
     algorithm.name = "bpo"  # a name in bpo_jax/estimators
     algorithm.roots = optional(int)  # M trajectories from the start of a task; None: implied
-    algorithm.gamma = 1.0  # discount per action
+    # Discount per action. None: implied by the algorithm, 1 for most.
+    algorithm.gamma = optional(float)
     algorithm.flow_exponent = 1.0  # bpo: 1 is the policy gradient, 0 counts every action equally
     algorithm.shrinkage = False  # bpo: shrink fork baselines with statistics of earlier updates
-    # bpo with one root: compare it with the mean return of earlier updates instead of with 0.
+    # bpo and post_hoc_ht with one root: compare it with the mean return of earlier updates instead
+    # of with 0.
     algorithm.baseline = False
     # rloo: average the returns of the others over actions, not trajectories: biased, as some public
     # baselines are, and for comparison with them only.
     algorithm.row_per_step = False
     algorithm.epsilon = 1e-6  # grpo: added to the standard deviation
+    # ppo: weight of later steps in an advantage; bpo_paper: fading of the copies that go up to what
+    # siblings share. None: 0.95 both.
+    algorithm.lam = optional(float)
+    # bpo_paper: whose advantage is copied, "backbone" | "siblings". None: the backbone's.
+    algorithm.propagate = optional(str)
+    algorithm.omega = optional(float)  # gigpo: weight of the step advantage; None: 1
 
     config.branching = branching = config_dict.ConfigDict()
     # Where to fork. Decided before anything is sampled there: "threshold" (entropy above a running
@@ -134,9 +145,20 @@ def base() -> config_dict.ConfigDict:
     loss.clip_low = 0.2  # ratios are clipped to [1 - clip_low, 1 + clip_high]
     loss.clip_high = 0.2  # see above
     loss.dual_clip = optional(float)  # bound for negative advantages, > 1; None: none
-    loss.kl_weight = 0.0  # of the KL to the reference policy (the initial one)
+    # Of the KL to the reference policy (the initial one). None: implied, 0 for most algorithms.
+    loss.kl_weight = optional(float)
     loss.kl_estimator = "k2"  # k1 | k2 | k3
     loss.entropy_weight = 0.0  # of the entropy bonus
+    # "token", or "action": one ratio an action, the geometric mean of its tokens' (as GSPO's).
+    loss.ratio = "token"
+    # Most that the gap between the sampler's and the learner's log-probs may weigh a token or an
+    # action (truncated importance sampling); None: the gap stays in the ratio.
+    loss.importance_cap = optional(float)
+    # ppo: weight of the critic's loss. None: implied, 0.5, and 0 without a critic.
+    loss.value_weight = optional(float)
+    loss.value_clip = optional(float)  # ppo: how far a value may move in an update; None: any
+    loss.value_warmup = 0  # ppo: updates in which the critic alone is trained
+    loss.value_trunk = False  # ppo: the critic's loss changes the whole model, not its head alone
     loss.normalizer = 100.0  # C; a constant near the number of sampled tokens in a trajectory
     loss.chunk = 1024  # tokens whose logits exist at the same time
 
@@ -214,6 +236,9 @@ def base() -> config_dict.ConfigDict:
 
     config.log = log = config_dict.ConfigDict()
     log.tensorboard = True  # event files in the workdir
+    # Random directions in which the gradient's variance is measured at every forked turn, with and
+    # without forks. Each costs two scoring passes over an update's trees; 16 give a rough number.
+    log.gradient_directions = 0
     return config
 
 
@@ -239,6 +264,15 @@ def resolve(config: config_dict.ConfigDict, *, mode: str = "train") -> config_di
     check_shape(config)
     config = config_dict.ConfigDict(copy.deepcopy(config.to_dict()))
     algorithm = checks.algorithm_of(config)
+    implied = dict(algorithm.implies) | {
+        f"algorithm.{name}": value
+        for name, value in algorithm.settings.items()
+        if name in config.algorithm
+    }
+    for key, value in (COMMON | implied).items():
+        section, _, name = key.partition(".")
+        if config[section][name] is None:
+            config[section][name] = value
     branching = config.branching
     if branching.placement is None:
         branching.placement = algorithm.placements[0]

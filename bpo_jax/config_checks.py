@@ -15,6 +15,7 @@ from typing import Any
 from ml_collections import config_dict
 
 from bpo_jax import estimators, packaged, profiling
+from bpo_jax.estimators import bpo_paper
 from bpo_jax.rollout import branching as branching_lib
 
 MODES = ("train", "eval", "warmstart", "export")
@@ -95,6 +96,7 @@ def validate(
     algorithm = algorithm_of(config)
     _branching(config, algorithm, defaults.branching, environment.max_turns)
     _algorithm_settings(config, algorithm, defaults.algorithm)
+    _critic(config, algorithm, defaults.loss)
     _sampling(config)
     if mode == "train":
         _training(config)
@@ -133,7 +135,8 @@ _AT_LEAST: dict[str, float] = {
     "branching.min_gap_tokens": 0, "branching.probes": 2, "branching.probe_tokens": 1,
     "branching.oracle_rollouts": 2, "branching.initial_length": 1,
     "rollout.invalid_penalty": 0, "loss.kl_weight": 0,
-    "loss.entropy_weight": 0, "loss.chunk": 1, "optimizer.warmup": 0, "optimizer.weight_decay": 0,
+    "loss.entropy_weight": 0, "loss.value_weight": 0, "loss.value_warmup": 0,
+    "loss.chunk": 1, "optimizer.warmup": 0, "optimizer.weight_decay": 0,
     "optimizer.max_grad_norm": 0, "batch.tasks": 1, "batch.rows": 1, "batch.row_length": 128,
     "batch.minibatches": 1, "batch.epochs": 1, "budget.updates": 1, "budget.decoded_tokens": 1,
     "budget.returns": 1, "eval.tasks": 0, "eval.every": 0, "eval.step": 0, "eval.temperature": 0,
@@ -143,6 +146,7 @@ _AT_LEAST: dict[str, float] = {
     "warmstart.observation_weight": 0, "warmstart.vocab_size": 260,
     "warmstart.tokenizer_chats": 1, "warmstart.checkpoint_every": 1, "export.step": 0,
     "rollout.observation_tokens": 64,  # the dialogue's LEAST_OBSERVATION
+    "log.gradient_directions": 0,
 }  # fmt: skip
 _AT_MOST: dict[str, float] = {
     "seed": 2**32 - 1, "cpu_devices": 1024, "rollout.retries": 1000, "rollout.slots": 2**20,
@@ -167,11 +171,15 @@ _POSITIVE = (
 )  # fmt: skip
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "algorithm.gamma": (lambda x: 0 < x <= 1, "in (0, 1]"),
+    "algorithm.lam": (lambda x: 0 <= x <= 1, "in [0, 1]"),
+    "algorithm.omega": (lambda x: x >= 0, "of 0 or more"),
     "algorithm.flow_exponent": (lambda x: 0 <= x <= 1, "in [0, 1]"),
     "branching.quantile": (lambda x: 0 < x < 1, "in (0, 1)"),
     "warmstart.mistakes": (lambda x: 0 <= x < 1, "in [0, 1)"),
     "branching.memory": (lambda x: 0 <= x < 1, "in [0, 1)"),
     "loss.clip_low": (lambda x: 0 < x < 1, "in (0, 1)"),
+    "loss.importance_cap": (lambda x: x > 0, "greater than 0, or None for no correction"),
+    "loss.value_clip": (lambda x: x > 0, "greater than 0, or None for no bound"),
     "loss.dual_clip": (lambda x: x > 1, "greater than 1, or None for no bound"),
     "optimizer.b1": (lambda x: 0 <= x < 1, "in [0, 1)"),
     "optimizer.b2": (lambda x: 0 <= x < 1, "in [0, 1)"),
@@ -322,7 +330,7 @@ def _branching(
     if branching.placement not in allowed:
         _fail(
             config, "branching.placement",
-            f"algorithm.name={name!r} expects one of {', '.join(allowed)}",
+            f"algorithm.name={name!r} expects one of {', '.join(allowed) or 'none that exists'}",
         )  # fmt: skip
     if branching.placement == "none":
         never = f"algorithm.name={name!r} with placement 'none' never forks; leave it unset"
@@ -384,7 +392,9 @@ def _algorithm_settings(
     algorithm: estimators.Algorithm,
     defaults: config_dict.ConfigDict,
 ) -> None:
-    for name in ("flow_exponent", "shrinkage", "baseline", "row_per_step", "epsilon"):
+    for name in defaults:
+        if name in ("name", "roots", "gamma"):
+            continue
         if name not in algorithm.settings and config.algorithm[name] != defaults[name]:
             _fail(
                 config, f"algorithm.{name}",
@@ -396,6 +406,26 @@ def _algorithm_settings(
             f"algorithm.roots={config.algorithm.roots} are compared with each other; leave it "
             "unset, or set algorithm.roots=1",
         )  # fmt: skip
+
+
+def _critic(
+    config: config_dict.ConfigDict,
+    algorithm: estimators.Algorithm,
+    defaults: config_dict.ConfigDict,
+) -> None:
+    if algorithm.critic:
+        if config.loss.value_weight == 0:
+            _fail(
+                config, "loss.value_weight",
+                f"algorithm.name={algorithm.name!r} learns values; expected more than 0",
+            )  # fmt: skip
+        return
+    never = f"algorithm.name={algorithm.name!r} has no critic; leave it unset"
+    if config.loss.value_weight > 0:
+        _fail(config, "loss.value_weight", never)
+    for name in ("value_clip", "value_warmup", "value_trunk"):
+        if config.loss[name] != defaults[name]:
+            _fail(config, f"loss.{name}", never)
 
 
 def _sampling(config: config_dict.ConfigDict) -> None:
@@ -529,6 +559,8 @@ def _choices(config: config_dict.ConfigDict) -> None:
         "policy.remat": ("none", "dots", "full"),
         "export.dtype": (None, "float32", "bfloat16"),
         "rollout.overflow": ("end", "clip"),
+        "algorithm.propagate": (None, *bpo_paper.PROPAGATE),
+        "loss.ratio": ("token", "action"),
         "loss.kl_estimator": ("k1", "k2", "k3"),
         "optimizer.schedule": ("constant", "cosine"),
     }.items():

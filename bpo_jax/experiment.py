@@ -29,6 +29,7 @@ from bpo_jax.learner import checkpoint as checkpoint_lib
 from bpo_jax.learner import loss as loss_lib
 from bpo_jax.learner import mesh as mesh_lib
 from bpo_jax.learner import optimizer as optimizer_lib
+from bpo_jax.learner import probe as probe_lib
 from bpo_jax.learner import update as update_lib
 from bpo_jax.learner import weight_sync
 from bpo_jax.ledger import Ledger
@@ -102,7 +103,8 @@ def train(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
                     estimates = run.estimate(kept)
                     minibatches = run.pack(kept, estimates)
                 with timer("score"):
-                    minibatches = run.score_reference(minibatches)
+                    minibatches = run.score(minibatches)
+                    scores = run.probe(trees)
                 with interrupt.shield():
                     with timer("update"):
                         numbers = run.update(kept, minibatches)
@@ -112,6 +114,7 @@ def train(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
                     numbers |= estimators.tree_diagnostics(
                         kept, estimates, gamma=config.algorithm.gamma
                     )
+                    numbers |= turn_metrics(trees, config.algorithm.gamma, scores)
                     run.learn_constants(trees, numbers)
                     run.elapsed = clock()
                     run.commit()
@@ -191,25 +194,29 @@ class Run:
         environment = config_lib.make_environment(config)
         mesh = mesh_lib.make_mesh(**config.mesh.to_dict())
         try:
-            policy = policy_lib.load(seed=config.seed, mesh=mesh, **config.policy.to_dict())
+            policy = policy_lib.load(
+                seed=config.seed,
+                mesh=mesh,
+                value_head=self.algorithm.critic,
+                **config.policy.to_dict(),
+            )
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise config_lib.ConfigError(f"policy.init={config.policy.init!r}: {reason}") from error
         self.learner = update_lib.make(
             policy.config,
             loss=loss_lib.LossSettings(
-                clip_low=config.loss.clip_low,
-                clip_high=config.loss.clip_high,
-                dual_clip=config.loss.dual_clip,
-                kl_weight=config.loss.kl_weight,
-                kl_estimator=config.loss.kl_estimator,
-                entropy_weight=config.loss.entropy_weight,
+                **{
+                    field.name: config.loss[field.name]
+                    for field in dataclasses.fields(loss_lib.LossSettings)
+                }
             ),
             optimizer=optimizer_lib.OptimizerSettings(
                 total=config.budget.updates or 0, **config.optimizer.to_dict()
             ),
             temperature=config.rollout.temperature,
             chunk=config.loss.chunk,
+            train_trunk=config.loss.value_trunk,
             mesh=mesh,
         )
         params = self.learner.place(policy.params)
@@ -409,19 +416,46 @@ class Run:
     def estimate(self, trees: Sequence[Tree]) -> list[estimators.Estimate]:
         """Advantages and coefficients, with constants from earlier updates only."""
         c = self.config.algorithm
-        settings: dict[str, Any] = {}
-        if "epsilon" in self.algorithm.settings:
-            settings["epsilon"] = c.epsilon
-        if "flow_exponent" in self.algorithm.settings:
-            settings["flow_exponent"] = c.flow_exponent
-            settings["flow_normalizer"] = self.flow_normalizer()
-        if "row_per_step" in self.algorithm.settings:
-            settings["row_per_step"] = c.row_per_step
-        if c.shrinkage:
-            settings["shrinkage"] = self.constants.shrinkage(c.roots)
-        if c.baseline:
-            settings["baseline"] = self.constants.baseline
-        return [self.algorithm.estimate(tree, gamma=c.gamma, **settings) for tree in trees]
+        learnt = {
+            "flow_normalizer": self.flow_normalizer(),
+            "shrinkage": self.constants.shrinkage(c.roots) if c.shrinkage else (),
+            "baseline": self.constants.baseline if c.baseline else 0.0,
+        }
+        given = c.to_dict() | learnt
+        settings = {name: given[name] for name in self.algorithm.settings if name in given}
+        settings["gamma"] = c.gamma
+        if not self.algorithm.critic:
+            return [self.algorithm.estimate(tree, **settings) for tree in trees]
+        estimates = [
+            self.algorithm.estimate(tree, decision_values=predicted, **settings)
+            for tree, predicted in zip(trees, self.predict_values(trees), strict=True)
+        ]
+        if self.step >= self.config.loss.value_warmup:
+            return estimates
+        return [dataclasses.replace(e, coefficient=np.zeros_like(e.coefficient)) for e in estimates]
+
+    def probe(self, trees: Sequence[Tree]) -> list[np.ndarray] | None:
+        """Projected gradients of the actions' log-probs, where they are to be logged."""
+        if not self.config.log.gradient_directions:
+            return None
+        return probe_lib.action_scores(
+            self.learner,
+            self.state.params,
+            trees,
+            self._pack_unweighted(trees),
+            directions=self.config.log.gradient_directions,
+            seed=named_seed(self.config.seed, 3, self.step) % 2**32,
+        )
+
+    def predict_values(self, trees: Sequence[Tree]) -> list[np.ndarray]:
+        """What the critic says of every tree's decisions, 0 where no return lies below."""
+        batches = self._pack_unweighted(trees)
+        said = [self.learner.values(self.state.params, self.learner.put(b)) for b in batches]
+        per_action = packing.unpack(trees, batches, said)
+        return [
+            packing.first_of_each_decision(tree, numbers)
+            for tree, numbers in zip(trees, per_action, strict=True)
+        ]
 
     def flow_normalizer(self) -> float:
         """1, but for flow exponents that change how much a tree counts in all."""
@@ -434,37 +468,56 @@ class Run:
         batch = self.config.batch
         # P counts the tasks issued, not those that came to something.
         prompts = batch.tasks // batch.minibatches
+        scale = 1.0 / (prompts * self.config.loss.normalizer)
         return [
-            packing.pack(
-                trees[part :: batch.minibatches],
-                estimates[part :: batch.minibatches],
-                row_length=batch.row_length,
-                rows=batch.rows,
-                buckets=batch.row_buckets,
-                path_length=batch.path_length,
-                scale=1.0 / (prompts * self.config.loss.normalizer),
+            self._pack(
+                trees[part :: batch.minibatches], estimates[part :: batch.minibatches], scale
             )
             for part in range(batch.minibatches)
         ]
 
-    def score_reference(
-        self, minibatches: list[list[packing.TreeBatch]]
-    ) -> list[list[packing.TreeBatch]]:
-        """Fills in the log-probs under the reference policy, where the loss wants them."""
-        if self.reference is None:
-            return minibatches
-        return [
-            [
-                dataclasses.replace(
-                    batch,
-                    reference_logprob=np.asarray(
-                        self.learner.score(self.reference, self.learner.put(batch))
-                    ),
-                )
-                for batch in minibatch
-            ]
-            for minibatch in minibatches
-        ]
+    def _pack_unweighted(self, trees: Sequence[Tree]) -> list[packing.TreeBatch]:
+        nothing = [np.zeros(len(tree.actions())) for tree in trees]
+        weights = [packing.Weights(advantage=zero, coefficient=zero) for zero in nothing]
+        return self._pack(trees, weights, scale=1.0)
+
+    def _pack(
+        self, trees: Sequence[Tree], estimates: Sequence[packing.Weighted], scale: float
+    ) -> list[packing.TreeBatch]:
+        batch = self.config.batch
+        return packing.pack(
+            trees,
+            estimates,
+            row_length=batch.row_length,
+            rows=batch.rows,
+            buckets=batch.row_buckets,
+            path_length=batch.path_length,
+            scale=scale,
+        )
+
+    def score(self, minibatches: list[list[packing.TreeBatch]]) -> list[list[packing.TreeBatch]]:
+        """Fills in log-probs that the loss wants: of the reference, of the policy as it is now."""
+        batch = self.config.batch
+        # In the first step of an update the policy as it is now is the one being trained.
+        proximal = self.config.loss.importance_cap is not None and (
+            batch.minibatches * batch.epochs > 1
+        )
+        policies = {
+            "reference_logprob": self.reference,
+            "proximal_logprob": self.state.params if proximal else None,
+        }
+        for name, params in policies.items():
+            if params is not None:
+                minibatches = [
+                    [
+                        dataclasses.replace(
+                            b, **{name: np.asarray(self.learner.score(params, self.learner.put(b)))}
+                        )
+                        for b in minibatch
+                    ]
+                    for minibatch in minibatches
+                ]
+        return minibatches
 
     def update(
         self, trees: Sequence[Tree], minibatches: list[list[packing.TreeBatch]]
@@ -626,6 +679,14 @@ def tree_metrics(trees: Sequence[Tree], gamma: float) -> dict[str, float]:
 
 def _turns(path: Sequence[Action]) -> int:
     return sum(action.next is None or not action.next.mid_turn for action in path)
+
+
+def turn_metrics(
+    trees: Sequence[Tree], gamma: float, scores: Sequence[np.ndarray] | None
+) -> dict[str, float]:
+    """Whether branching pays at each turn that was forked: ``turn/<turns before>/<name>``."""
+    found = estimators.by_turn(trees, gamma=gamma, scores=scores)
+    return {f"turn/{t.turn:02d}/{name}": x for t in found for name, x in t.metrics().items()}
 
 
 def _mean(values: Sequence[float]) -> float:

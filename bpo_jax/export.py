@@ -19,6 +19,7 @@ from ml_collections import config_dict
 
 import bpo_jax
 from bpo_jax import config as config_lib
+from bpo_jax import estimators
 from bpo_jax.learner import checkpoint as checkpoint_lib
 from bpo_jax.learner import mesh as mesh_lib
 from bpo_jax.models import policy as policy_lib
@@ -104,6 +105,7 @@ def _policy(config: config_dict.ConfigDict, workdir: str) -> tuple[int, policy_l
             seed=config.seed,
             mesh=mesh_lib.make_mesh(**config.mesh.to_dict()),
             abstract=there,
+            value_head=estimators.ALGORITHMS[config.algorithm.name].critic,
             **config.policy.to_dict(),
         )
     except (OSError, ValueError) as error:

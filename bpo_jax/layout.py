@@ -168,6 +168,42 @@ def count_returns(tree: Tree) -> dict[int, int]:
     return count
 
 
+def micro_batches(
+    lengths: Sequence[int], rows: int, buckets: Sequence[int]
+) -> list[tuple[int, list[list[int]]]]:
+    """Which parts go into which rows of which micro-batches.
+
+    Parts are put longest first into the first row with room for them. Rows that are about equally
+    full make up a micro-batch, whose parts are then put once more into the shortest rows of a
+    bucket that hold them.
+
+    Args:
+      lengths: tokens of each part.
+      rows: most rows of a micro-batch.
+      buckets: lengths its rows may have, ascending.
+
+    Returns:
+      Of each micro-batch the length of its rows, and the parts in each of them by their indices.
+    """
+    bins = _first_fit_decreasing(lengths, buckets[-1])
+    if len(buckets) > 1:
+        bins.sort(key=lambda members: -sum(lengths[i] for i in members))
+    found = []
+    for start in range(0, len(bins), rows):
+        group = bins[start : start + rows]
+        members = sorted(i for row in group for i in row)
+        inside = [lengths[i] for i in members]
+        for bucket in buckets[:-1]:
+            if max(inside) <= bucket and sum(inside) <= rows * bucket:
+                again = _first_fit_decreasing(inside, bucket)
+                if len(again) <= rows:
+                    found.append((bucket, [[members[i] for i in row] for row in again]))
+                    break
+        else:
+            found.append((buckets[-1], group))
+    return found
+
+
 def _decision_of_each_action(tree: Tree) -> list[Decision]:
     above = {id(a): d for d in tree.decisions() for a in d.actions}
     return [above[id(a)] for a in tree.actions()]
@@ -277,3 +313,17 @@ def _cut(laid: np.ndarray, shared: np.ndarray, capacity: int) -> list[tuple[int,
         runs.append((int(began[last]), last))
         last = int(began[last]) - 1
     return runs[::-1]
+
+
+def _first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fits = (bin_ for bin_, left in enumerate(room) if lengths[index] <= left)
+        number = next(fits, len(bins))
+        if number == len(bins):
+            bins.append([])
+            room.append(capacity)
+        bins[number].append(index)
+        room[number] -= lengths[index]
+    return bins

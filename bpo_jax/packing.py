@@ -40,6 +40,12 @@ class TreeBatch:
       reference_logprob: float32, log-probability under the reference policy; 0 where not given.
       action_id: int32, index in ``tree.actions()``; -1 outside actions.
       tree_id: int32, index of the tree in the list that was packed; -1 in padding.
+      proximal_logprob: float32, log-probability under the learner's policy before the update; None
+        where the loss does not ask for it.
+      value_target, value_prediction, value_weight: float32, what the critic should say at the
+        token's parent, what it said before the update, and how much that counts; None without a
+        critic. A decision's numbers stand at the first token of one of its actions, the weight is 0
+        elsewhere.
     """
 
     tokens: Any
@@ -53,10 +59,17 @@ class TreeBatch:
     reference_logprob: Any
     action_id: Any
     tree_id: Any
+    proximal_logprob: Any = None
+    value_target: Any = None
+    value_prediction: Any = None
+    value_weight: Any = None
 
 
 class Weighted(Protocol):
-    """What `pack` needs of an estimate: numbers in the order of ``tree.actions()``."""
+    """What `pack` needs of an estimate: numbers in the order of ``tree.actions()``.
+
+    Those of a critic are in the order of ``tree.decisions()``, None where there is none.
+    """
 
     @property
     def advantage(self) -> np.ndarray: ...
@@ -64,13 +77,25 @@ class Weighted(Protocol):
     @property
     def coefficient(self) -> np.ndarray: ...
 
+    @property
+    def value_target(self) -> np.ndarray | None: ...
+
+    @property
+    def value_prediction(self) -> np.ndarray | None: ...
+
+    @property
+    def value_weight(self) -> np.ndarray | None: ...
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Weights:
-    """The plainest `Weighted`: float64 [A] each."""
+    """The plainest `Weighted`: float64 [A] each, and [D] for a critic."""
 
     advantage: np.ndarray
     coefficient: np.ndarray
+    value_target: np.ndarray | None = None
+    value_prediction: np.ndarray | None = None
+    value_weight: np.ndarray | None = None
 
 
 def pack(
@@ -86,10 +111,8 @@ def pack(
 ) -> list[TreeBatch]:
     """Packs trees into micro-batches of the shapes [rows, row_length] and [rows, bucket].
 
-    Trees are put longest first into the first row with room for them. Rows that are about equally
-    full make up a micro-batch, whose trees are then put once more into the shortest rows of a
-    bucket that hold them. Trees without any return are skipped; when nothing is left the list is
-    empty.
+    How rows are filled says `layout.micro_batches`. Trees without any return are skipped; when
+    nothing is left the list is empty.
 
     Args:
       trees: finished trees.
@@ -98,7 +121,7 @@ def pack(
       row_length: most tokens of a row.
       buckets: other lengths the rows of a micro-batch may have, below `row_length`.
       path_length: most tokens of one path; None: no bound but `row_length`.
-      scale: multiplies every coefficient: 1 / (prompts x constant) of the loss.
+      scale: multiplies every coefficient and value weight: 1 / (prompts x constant) of the loss.
       reference: for each tree the reference policy's log-probs of each action's tokens.
 
     Raises:
@@ -111,6 +134,7 @@ def pack(
         raise ValueError(f"rows={rows}, row_length={row_length}: both must be at least 1")
     if any(not 1 <= bucket <= row_length for bucket in buckets):
         raise ValueError(f"buckets={tuple(buckets)}: expected 1 to row_length={row_length} each")
+    critic = any(estimate.value_target is not None for estimate in estimates)
     parts = []
     for index, (tree, estimate) in enumerate(zip(trees, estimates, strict=True)):
         spread = _Spread(tree, estimate, None if reference is None else reference[index], scale)
@@ -118,8 +142,8 @@ def pack(
             parts.append(spread.part(index, part))
     batches = []
     lengths = [len(part["tokens"]) for part in parts]
-    for length, bins in _micro_batches(lengths, rows, sorted({*buckets, row_length})):
-        batch = _padding(rows, length)
+    for length, bins in layout.micro_batches(lengths, rows, sorted({*buckets, row_length})):
+        batch = _padding(rows, length, critic)
         for row, members in enumerate(bins):
             offset = 0
             for member in members:
@@ -157,6 +181,22 @@ def unpack(
                     tree_id, action_id = batch.tree_id[row, span[0]], batch.action_id[row, span[0]]
                     found[tree_id][action_id][:] = value_bt[row, span]
     return found
+
+
+def first_of_each_decision(tree: Tree, per_action: Sequence[np.ndarray]) -> np.ndarray:
+    """Numbers of decisions from those of tokens that were read at their parents.
+
+    Args:
+      tree: the tree.
+      per_action: what `unpack` has of it.
+
+    Returns:
+      float64 [D], in the order of ``tree.decisions()``: the number of the first token of an action
+      taken there; 0 where all actions were left out.
+    """
+    first = {id(a): x[0] for a, x in zip(tree.actions(), per_action, strict=True)}
+    found = [[first[id(a)] for a in d.actions] for d in tree.decisions()]
+    return np.asarray([next((x for x in xs if not np.isnan(x)), 0.0) for xs in found], np.float64)
 
 
 def flatten(tree: Tree, estimate: Weighted) -> tuple[list[Tree], list[Weights]]:
@@ -248,13 +288,28 @@ class _Spread:
                     f"expected {len(self.actions)}"
                 )
             self.columns["reference_logprob"] = list(reference)
+        self.critic: dict[str, np.ndarray] = {}
+        if estimate.value_target is not None:
+            # Each decision's numbers go to its first action that is laid out.
+            decisions, returns = tree.decisions(), layout.count_returns(tree)
+            order = {id(action): index for index, action in enumerate(self.actions)}
+            kept = [[order[id(a)] for a in d.actions if returns[id(a)]] for d in decisions]
+            carriers = [k[0] for k in kept if k]
+            of_carrier = np.asarray([bool(k) for k in kept], bool)
+            for name in _CRITIC:
+                numbers = self._numbers(name, getattr(estimate, name), "decisions", len(decisions))
+                self.critic[name] = np.zeros(len(self.actions))
+                self.critic[name][carriers] = numbers[of_carrier]
+            self.critic["value_weight"] *= scale
 
-    def _numbers(self, what: str, values: np.ndarray) -> np.ndarray:
+    def _numbers(
+        self, what: str, values: np.ndarray, of: str = "actions", count: int | None = None
+    ) -> np.ndarray:
         values = np.asarray(values, np.float64)
-        if values.shape != (len(self.actions),):
+        count = len(self.actions) if count is None else count
+        if values.shape != (count,):
             raise ValueError(
-                f"tree {self.name!r} has {len(self.actions)} actions, but its {what} has shape "
-                f"{values.shape}"
+                f"tree {self.name!r} has {count} {of}, but its {what} has shape {values.shape}"
             )
         if not np.all(np.isfinite(values)):
             raise ValueError(f"tree {self.name!r}: {what} is not finite: {values}")
@@ -292,6 +347,10 @@ class _Spread:
             out[name] = np.zeros(total, np.float32)
             if name in columns:
                 out[name][where] = columns[name]
+        first = where[np.diff(trained[where], prepend=-1) != 0]
+        for name, numbers in self.critic.items():
+            out[name] = np.zeros(total, np.float32)
+            out[name][first] = numbers[trained[first]]
         return out
 
     def _fitting(self, name: str, action_id: int) -> np.ndarray:
@@ -328,9 +387,10 @@ def _places(pieces: Sequence[layout.Piece], counts: Sequence[int]) -> tuple[np.n
 
 
 _FLOATS = ("loss_mask", "advantage", "coefficient", "behaviour_logprob", "reference_logprob")
+_CRITIC = ("value_target", "value_prediction", "value_weight")
 
 
-def _padding(rows: int, length: int) -> dict[str, np.ndarray]:
+def _padding(rows: int, length: int, critic: bool) -> dict[str, np.ndarray]:
     shape = (rows, length)
     own = np.broadcast_to(np.arange(length, dtype=np.int32), shape)
     batch: dict[str, np.ndarray] = {
@@ -341,7 +401,8 @@ def _padding(rows: int, length: int) -> dict[str, np.ndarray]:
         "action_id": np.full(shape, -1, np.int32),
         "tree_id": np.full(shape, -1, np.int32),
     }
-    return batch | {name: np.zeros(shape, np.float32) for name in _FLOATS}
+    floats = (*_FLOATS, *_CRITIC) if critic else _FLOATS
+    return batch | {name: np.zeros(shape, np.float32) for name in floats}
 
 
 def _place(
@@ -352,40 +413,3 @@ def _place(
         batch[name][row, here] = values
     batch["subtree_end"][row, here] += offset
     batch["parent"][row, here] += np.where(part["parent"] >= 0, offset, 0)
-
-
-def _micro_batches(
-    lengths: Sequence[int], rows: int, buckets: Sequence[int]
-) -> list[tuple[int, list[list[int]]]]:
-    """(length of its rows, what is in each of them) of each micro-batch; buckets ascend."""
-    bins = _first_fit_decreasing(lengths, buckets[-1])
-    if len(buckets) > 1:
-        bins.sort(key=lambda members: -sum(lengths[i] for i in members))
-    found = []
-    for start in range(0, len(bins), rows):
-        group = bins[start : start + rows]
-        members = sorted(i for row in group for i in row)
-        inside = [lengths[i] for i in members]
-        for bucket in buckets[:-1]:
-            if max(inside) <= bucket and sum(inside) <= rows * bucket:
-                again = _first_fit_decreasing(inside, bucket)
-                if len(again) <= rows:
-                    found.append((bucket, [[members[i] for i in row] for row in again]))
-                    break
-        else:
-            found.append((buckets[-1], group))
-    return found
-
-
-def _first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        fits = (bin_ for bin_, left in enumerate(room) if lengths[index] <= left)
-        number = next(fits, len(bins))
-        if number == len(bins):
-            bins.append([])
-            room.append(capacity)
-        bins[number].append(index)
-        room[number] -= lengths[index]
-    return bins

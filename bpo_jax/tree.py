@@ -73,7 +73,8 @@ class Decision:
       mid_turn: the action before it is an unfinished turn. Valid where the tokens so far decide it
         (the first marker of a turn, never the last); all later tokens are sampled anew.
       planned: K, the number of children decided and charged before the first of them was sampled.
-      actions: the children, in the order they were sampled.
+      actions: the children, in the order they were sampled. At a fork the first one is the
+        backbone's own, the others are fresh.
       observation: the text behind ``context_ids``, for people.
       snapshot: the sandbox state to fork from, while the tree grows; None afterwards.
     """

@@ -31,6 +31,7 @@ FLOORS = {
     "packing": 2,
     "layout": 2,
     "action_formats": 1,
+    "tree_files": 2,
     "tree": 1,
     "ledger": 1,
     "packaged": 1,

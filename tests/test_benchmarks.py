@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import pathlib
 
 import numpy as np
 import pytest
 
-from benchmarks import decode, sandbox_latency, tree_forward
+from benchmarks import decode, estimator_bias, sandbox_latency, tree_forward
+from bpo_jax.estimators import ALGORITHMS
 
 TINY = dataclasses.replace(
     tree_forward.SMOLLM2_135M, vocab_size=64, hidden_size=24, intermediate_size=32, num_layers=1,
@@ -60,3 +62,11 @@ def test_slow_sandboxes_are_compared_with_fast_ones():
     assert result["tokens_per_s"] > 0 and result["tokens_per_s_without_latency"] > 0
     # A policy this small has nothing to do while its sandboxes are at work.
     assert result["ratio"] < 0.5 < result["engine_idle"]
+
+
+def test_every_claim_about_bias_holds_and_stands_in_the_docs():
+    results = [estimator_bias.measure(case, problems=5) for case in estimator_bias.CASES]
+    assert [r for r in results if not r["holds"]] == []
+    assert {r["algorithm"] for r in results} == set(ALGORITHMS)
+    page = pathlib.Path(__file__).parents[1] / "docs" / "estimators.md"
+    assert estimator_bias.markdown(results) in page.read_text(encoding="utf-8")

@@ -40,19 +40,38 @@ def test_every_key_of_the_base_is_commented():
 
 
 @pytest.mark.parametrize("name", sorted(estimators.ALGORITHMS))
-def test_every_algorithm_works_with_its_implied_values(name):
+def test_every_algorithm_works_with_its_implied_values_and_ten_returns(name):
     resolved = resolve(make_config(algorithm__name=name))
-    forks = resolved.branching.placement != "none"
-    assert (resolved.branching.siblings > 1) == forks
-    assert (resolved.branching.forks_per_root > 0) == forks
-    assert resolved.algorithm.roots > 1
+    roots, b = resolved.algorithm.roots, resolved.branching
+    forks = b.placement != "none"
+    assert (b.siblings > 1) == forks
+    assert (b.forks_per_root > 0) == forks
+    assert roots * (1 + b.forks_per_root * (b.siblings - 1)) == 10
 
 
-def test_branching_and_flat_algorithms_imply_the_same_number_of_returns():
-    branching = resolve(make_config(algorithm__name="bpo"))
-    flat = resolve(make_config(algorithm__name="rloo"))
-    roots, b = branching.algorithm.roots, branching.branching
-    assert roots * (1 + b.forks_per_root * (b.siblings - 1)) == flat.algorithm.roots
+@pytest.mark.parametrize("name", sorted(estimators.ALGORITHMS))
+def test_what_an_algorithm_implies_are_keys_that_are_left_open_by_default(name):
+    base = config_lib.base()
+    for key, value in estimators.ALGORITHMS[name].implies.items():
+        section, _, entry = key.partition(".")
+        assert base[section][entry] is None, key
+        assert isinstance(value, base[section].get_type(entry)), key
+
+
+def test_a_setting_left_open_is_what_the_estimator_itself_takes():
+    resolved = resolve(make_config(algorithm__name="gigpo")).algorithm
+    assert (resolved.omega, resolved.gamma) == (1.0, 0.95)
+    assert (
+        resolve(make_config(algorithm__name="gigpo", algorithm__gamma=0.5)).algorithm.gamma == 0.5
+    )
+    bpo = resolve(make_config()).algorithm
+    assert (bpo.omega, bpo.lam, bpo.gamma) == (None, None, 1.0)
+
+
+def test_bpo_refuses_forks_chosen_after_the_fact():
+    for placement in ("post_hoc_top_m", "post_hoc_ht"):
+        with pytest.raises(config_lib.ConfigError, match=r"branching\.placement='post_hoc"):
+            resolve(make_config(branching__placement=placement))
 
 
 def test_the_environment_is_given_the_action_format():
@@ -135,6 +154,28 @@ BAD = {
     "clip 0": ({"loss__clip_low": 0.0}, "loss.clip_low=0.0"),
     "clip 1": ({"loss__clip_low": 1.0}, "loss.clip_low=1.0"),
     "dual clip below 1": ({"loss__dual_clip": 0.5}, "loss.dual_clip=0.5"),
+    "lambda above 1": (
+        {"algorithm__name": "ppo", "algorithm__lam": 1.5},
+        "algorithm.lam=1.5",
+    ),
+    "negative omega": (
+        {"algorithm__name": "gigpo", "algorithm__omega": -1.0},
+        "algorithm.omega=-1.0",
+    ),
+    "unknown ratio": ({"loss__ratio": "turn"}, "loss.ratio='turn'"),
+    "importance cap 0": ({"loss__importance_cap": 0.0}, "loss.importance_cap=0.0"),
+    "a critic's loss without a critic": ({"loss__value_weight": 0.5}, "loss.value_weight=0.5"),
+    "a critic's warm-up without a critic": ({"loss__value_warmup": 3}, "loss.value_warmup=3"),
+    "a critic that learns nothing": (
+        {"algorithm__name": "ppo", "loss__value_weight": 0.0},
+        "loss.value_weight=0.0",
+    ),
+    "value clip 0": (
+        {"algorithm__name": "ppo", "loss__value_clip": 0.0},
+        "loss.value_clip=0.0",
+    ),
+    "negative directions": ({"log__gradient_directions": -1}, "log.gradient_directions=-1"),
+    "an omega for another algorithm": ({"algorithm__omega": 1.0}, "algorithm.omega=1.0"),
     "unknown kl": ({"loss__kl_estimator": "k9"}, "loss.kl_estimator='k9'"),
     "negative kl": ({"loss__kl_weight": -0.1}, "loss.kl_weight=-0.1"),
     "unknown schedule": ({"optimizer__schedule": "step"}, "optimizer.schedule='step'"),

@@ -335,11 +335,30 @@ def test_ctrl_c_ends_with_a_checkpoint_and_exit_code_130(config_file, tmp_path):
     assert kept[-1] == summary["updates"]
 
 
+def test_a_critic_is_trained_beside_the_policy_and_alone_at_first(config_file, tmp_path):
+    config = make_config(
+        config_file, algorithm__name="ppo", branching__placement="threshold", loss__ratio="action",
+        loss__importance_cap=2.0, loss__value_warmup=1, loss__value_clip=1.0, batch__epochs=2,
+        rollout__invalid_penalty=0.5, budget__updates=2, log__gradient_directions=1,
+    )  # fmt: skip
+    experiment.train(config, str(tmp_path))
+    first, second = (r for r in records(tmp_path) if r["kind"] == "train")
+    assert first["loss/value"] > 0.0
+    assert second["loss/value"] < first["loss/value"]
+    assert first["loss/policy"] == 0.0
+    assert first["diag/approx_kl"] < 1e-6  # nothing it samples from moved between its epochs
+    assert second["loss/policy"] != 0.0
+    assert second["diag/importance_capped"] == 0.0
+    assert any(name.endswith("/gradient_variance_forked") for name in second)
+
+
 def bare_run(**algorithm):
     """A run without a policy, for what it does with trees once they are grown."""
     run = object.__new__(experiment.Run)
-    run.config = config_lib.base()
-    run.config.algorithm.update(algorithm)
+    config = config_lib.base()
+    config.budget.updates = 1
+    config.algorithm.update(algorithm)
+    run.config = config_lib.resolve(config)
     run.algorithm = estimators.ALGORITHMS[run.config.algorithm.name]
     run.constants = RunningConstants()
     run.rule = Branching(BranchingConfig())
@@ -377,6 +396,14 @@ def test_rloo_averages_over_trajectories_or_over_actions(row_per_step, others):
     long, short, last = trees.edge(trees.edge(trees.leaf(6.0))), trees.leaf(2.0), trees.leaf(9.0)
     (result,) = run.estimate([trees.tree(long, short, last)])
     assert result.advantage[-1] == pytest.approx(9.0 - others)
+
+
+def test_settings_go_to_the_estimator_by_their_name():
+    forked = trees.tree(trees.edge(trees.leaf(3.0), trees.leaf(1.0)), trees.leaf(5.0))
+    run = bare_run(name="gigpo", omega=0.25, gamma=0.5)
+    (result,) = run.estimate([forked])
+    expected = estimators.ALGORITHMS["gigpo"].estimate(forked, gamma=0.5, omega=0.25)
+    np.testing.assert_array_equal(result.advantage, expected.advantage)
 
 
 def test_seeds_have_names_of_their_own():

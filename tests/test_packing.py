@@ -14,7 +14,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from bpo_jax import packing
+from bpo_jax import layout, packing
 from bpo_jax.tree import Action, Decision, Tree
 from tests import trees as random_trees
 
@@ -83,10 +83,16 @@ def valid(tree: Tree) -> set[int]:
     return {order[id(a)] for p in tree.paths() if p[-1].end != "masked" for a in p}
 
 
+def arrays_of(batch: packing.TreeBatch) -> dict[str, np.ndarray]:
+    """Those that are there; some parts of a loss have arrays of their own."""
+    fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+    return {name: array for name, array in fields.items() if array is not None}
+
+
 def rows_of(batches: list[packing.TreeBatch]):
     for batch in batches:
         for row in range(batch.tokens.shape[0]):
-            yield {f.name: getattr(batch, f.name)[row] for f in dataclasses.fields(batch)}
+            yield {name: array[row] for name, array in arrays_of(batch).items()}
 
 
 def loss(batches: list[packing.TreeBatch]) -> float:
@@ -254,18 +260,18 @@ def test_a_tree_split_anywhere_between_its_longest_path_and_its_size_counts_the_
 
 def test_rows_are_as_short_as_the_smallest_bucket_that_holds_them():
     # Rows of 10 would be filled with 9, 8 + 2 and 2 + 2.
-    made = packing._micro_batches([9, 8, 2, 2, 2], rows=2, buckets=[4, 8, 10])
+    made = layout.micro_batches([9, 8, 2, 2, 2], rows=2, buckets=[4, 8, 10])
     assert made == [(10, [[1, 2], [0]]), (4, [[3, 4]])]
 
 
 def test_trees_that_fit_one_row_are_spread_over_shorter_ones():
-    made = packing._micro_batches([4, 3, 3], rows=2, buckets=[3, 6, 10])
+    made = layout.micro_batches([4, 3, 3], rows=2, buckets=[3, 6, 10])
     assert made == [(6, [[0], [1, 2]])]
 
 
 def test_rows_of_similar_fill_share_a_micro_batch():
     # First fit makes the rows 10, 6, 10 and 7 full: 6+4, 6, 5+5, 7 in the order of their longest.
-    made = packing._micro_batches([7, 6, 6, 5, 5, 4], rows=2, buckets=[7, 10])
+    made = layout.micro_batches([7, 6, 6, 5, 5, 4], rows=2, buckets=[7, 10])
     assert made == [(10, [[1, 5], [3, 4]]), (7, [[0], [2]])]
 
 
@@ -273,28 +279,28 @@ def test_rows_of_similar_fill_share_a_micro_batch():
 @given(st.lists(st.integers(1, 40), min_size=1), st.integers(1, 4), st.sets(st.integers(1, 50)))
 def test_every_part_is_in_one_row_that_has_room_for_it(lengths, rows, buckets):
     buckets = sorted({b for b in buckets if b <= 50} | {50})
-    made = packing._micro_batches(lengths, rows, buckets)
-    assert made == packing._micro_batches(lengths, rows, buckets)
+    made = layout.micro_batches(lengths, rows, buckets)
+    assert made == layout.micro_batches(lengths, rows, buckets)
     assert sorted(i for _, bins in made for row in bins for i in row) == list(range(len(lengths)))
     for length, bins in made:
         fullest = max(sum(lengths[i] for i in row) for row in bins)
         assert len(bins) <= rows and fullest <= length
         assert length == min(b for b in buckets if b >= fullest)
     slots = [
-        sum(length for length, _ in m) for m in (made, packing._micro_batches(lengths, rows, [50]))
+        sum(length for length, _ in m) for m in (made, layout.micro_batches(lengths, rows, [50]))
     ]
     assert slots[0] <= slots[1]
 
 
 def test_trees_go_first_fit_longest_first():
-    assert packing._first_fit_decreasing([3, 9, 5, 2, 6], 10) == [[1], [4, 0], [2, 3]]
+    assert layout._first_fit_decreasing([3, 9, 5, 2, 6], 10) == [[1], [4, 0], [2, 3]]
 
 
 def test_every_micro_batch_has_the_shape_of_a_bucket():
     trees = [random_trees.random_tree(s) for s in range(6)]
     weights = [random_trees.random_weights(t, 0) for t in trees]
     batches = packing.pack(trees, weights, rows=2, row_length=128, buckets=(96, 64))
-    shapes = [{getattr(b, f.name).shape for f in dataclasses.fields(b)} for b in batches]
+    shapes = [{x.shape for x in arrays_of(b).values()} for b in batches]
     assert all(len(shape) == 1 for shape in shapes)
     assert set.union(*shapes) <= {(2, 64), (2, 96), (2, 128)}
     again = packing.pack(trees, weights, rows=2, row_length=128, buckets=(64, 96))
@@ -306,7 +312,7 @@ def test_without_buckets_every_micro_batch_has_the_same_shape():
     trees = [random_trees.random_tree(s) for s in range(6)]
     weights = [random_trees.random_weights(t, 0) for t in trees]
     batches = packing.pack(trees, weights, rows=2, row_length=128)
-    shapes = {getattr(b, f.name).shape for b in batches for f in dataclasses.fields(b)}
+    shapes = {x.shape for b in batches for x in arrays_of(b).values()}
     assert shapes == {(2, 128)}
 
 
@@ -373,3 +379,85 @@ def test_an_estimate_that_does_not_fit_is_refused(advantage, message):
     weights = packing.Weights(advantage=bad, coefficient=np.ones(count))
     with pytest.raises(ValueError, match=message):
         packing.pack([tree], [weights], rows=1, row_length=500)
+
+
+# --- a critic's numbers -------------------------------------------------------------------------
+
+
+def with_critic(tree: Tree, seed: int) -> packing.Weights:
+    """Weights, and numbers of decisions: the weight is 0 where no return lies below."""
+    rng = np.random.default_rng(seed)
+    order = {id(a): i for i, a in enumerate(tree.actions())}
+    kept = valid(tree)
+    alive = [any(order[id(a)] in kept for a in d.actions) for d in tree.decisions()]
+    return dataclasses.replace(
+        random_trees.random_weights(tree, seed),
+        value_target=rng.normal(size=len(alive)),
+        value_prediction=rng.normal(size=len(alive)),
+        value_weight=np.where(alive, rng.uniform(0.1, 1.0, len(alive)), 0.0),
+    )
+
+
+@few
+@given(st.integers(0, 10_000), st.sampled_from([0.0, 0.4]))
+def test_every_decision_has_its_value_once_where_an_action_of_it_begins(seed, masked_rate):
+    tree = random_trees.random_tree(seed, masked_rate=masked_rate, fork_rate=0.5)
+    critic = with_critic(tree, seed)
+    batches = packing.pack([tree], [critic], rows=2, row_length=longest_path(tree) + 8, scale=0.5)
+    decision_of = {id(a): i for i, d in enumerate(tree.decisions()) for a in d.actions}
+    found = {}
+    for row in rows_of(batches):
+        for i in np.flatnonzero(row["value_weight"]):
+            action = int(row["action_id"][i])
+            before = row["parent"][i]
+            assert before < 0 or row["action_id"][before] != action
+            decision = decision_of[id(tree.actions()[action])]
+            assert decision not in found
+            found[decision] = [row[f"value_{x}"][i] for x in ("target", "prediction", "weight")]
+    counted = np.flatnonzero(critic.value_weight)
+    assert sorted(found) == counted.tolist()
+    expected = [
+        [critic.value_target[d], critic.value_prediction[d], 0.5 * critic.value_weight[d]]
+        for d in counted
+    ]
+    if expected:
+        np.testing.assert_allclose([found[d] for d in counted], expected, rtol=1e-6)
+
+
+@few
+@given(st.integers(0, 10_000), st.sampled_from([0.0, 0.4]))
+def test_values_read_at_parents_come_back_by_decision(seed, masked_rate):
+    tree = random_trees.random_tree(seed, masked_rate=masked_rate, fork_rate=0.5)
+    # Two trees: where the numbers of each lie in the rows is not the same.
+    trees = [tree, random_trees.random_tree(seed + 1)]
+    weights = [random_trees.random_weights(t, seed) for t in trees]
+    room = max(longest_path(t) for t in trees) + 8
+    batches = packing.pack(trees, weights, rows=2, row_length=room)
+    # A number of the parent and all before it: the same for all actions of a decision.
+    values = []
+    for batch in batches:
+        value = np.zeros(batch.tokens.shape, np.float32)
+        for r, row in enumerate(rows_of([batch])):
+            for i, parent in enumerate(row["parent"]):
+                chain = row["tokens"][ancestors(row["parent"], parent)]
+                value[r, i] = np.dot(chain, np.arange(1.0, 1.0 + len(chain)))
+        values.append(value)
+    for number, (grown, per_action) in enumerate(
+        zip(trees, packing.unpack(trees, batches, values), strict=True)
+    ):
+        said = packing.first_of_each_decision(grown, per_action)
+        before = dict(zip(map(id, grown.actions()), sequences(grown), strict=True))
+        for decision, value in zip(grown.decisions(), said, strict=True):
+            action = decision.actions[0]
+            chain = before[id(action)][: -len(action.token_ids)]
+            order = {id(a): i for i, a in enumerate(grown.actions())}
+            alive = any(order[id(a)] in valid(grown) for a in decision.actions)
+            expected = np.dot(chain, np.arange(1.0, 1.0 + len(chain))) if alive else 0.0
+            assert value == pytest.approx(expected, rel=1e-6), number
+
+
+def test_numbers_that_do_not_fit_the_decisions_are_refused():
+    tree = random_trees.random_tree(0)
+    wrong = dataclasses.replace(with_critic(tree, 0), value_target=np.zeros(1))
+    with pytest.raises(ValueError, match=r"decisions, but its value_target has shape \(1,\)"):
+        packing.pack([tree], [wrong], rows=1, row_length=256)

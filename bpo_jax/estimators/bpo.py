@@ -90,8 +90,14 @@ def estimate(
       The estimate; masked actions have advantage and coefficient 0.
 
     Raises:
-      ValueError: a setting out of range or an unfinished tree.
+      ValueError: a setting out of range, an unfinished tree, or forks chosen after the fact.
     """
+    if any(decision.inclusion is not None for decision in tree.decisions()):
+        raise ValueError(
+            f"bpo wants forks that were decided before their children were drawn, but tree"
+            f" {tree.task_id!r} has forks that were chosen after its backbone had ended; use"
+            " algorithm.name='post_hoc_ht'"
+        )
     if not (math.isfinite(flow_exponent) and flow_exponent >= 0.0):
         raise ValueError(f"flow_exponent is {flow_exponent}, expected a number >= 0")
     if not (math.isfinite(flow_normalizer) and flow_normalizer > 0.0):
@@ -140,6 +146,5 @@ def _baselines(
 ALGORITHM = api.Algorithm(
     name="bpo",
     estimate=estimate,
-    branches=True,
-    placements=("threshold", "random", "fixed", "uniform", "oracle", "none"),
+    placements=(*api.PREDICTABLE, "none"),
 )

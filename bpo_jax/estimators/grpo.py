@@ -56,12 +56,10 @@ def _centred(solved: values.Values) -> np.ndarray:
 ALGORITHM = api.Algorithm(
     name="grpo",
     estimate=grpo,
-    branches=True,
-    placements=("none", "threshold", "random"),
+    placements=("none", *api.PREDICTABLE),
 )
 DR_GRPO = api.Algorithm(
     name="dr_grpo",
     estimate=dr_grpo,
-    branches=True,
-    placements=("none", "threshold", "random"),
+    placements=("none", *api.PREDICTABLE),
 )

@@ -53,4 +53,4 @@ def _root_rank(solved: values.Values) -> np.ndarray:
     return np.cumsum(solved.parent == values.ROOT) - 1
 
 
-ALGORITHM = api.Algorithm(name="rloo", estimate=estimate, branches=False, placements=("none",))
+ALGORITHM = api.Algorithm(name="rloo", estimate=estimate, placements=("none",))

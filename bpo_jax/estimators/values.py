@@ -56,6 +56,27 @@ class Values:
     root_value: float
 
     @property
+    def decision(self) -> np.ndarray:
+        """int64 [A], index in ``tree.decisions()`` of the decision an action was taken at."""
+        # In preorder, decisions come in the order of the actions that lead to them.
+        return np.unique(self.parent, return_inverse=True)[1]
+
+    @property
+    def first(self) -> np.ndarray:
+        """bool [A], whether it is its decision's first action; masked ones count."""
+        place = np.arange(len(self.parent))
+        _, opens = np.unique(self.parent, return_index=True)
+        return np.isin(place, opens)
+
+    @property
+    def backbone(self) -> np.ndarray:
+        """bool [A], whether it is a root or goes on from one by first actions alone."""
+        first, backbone = self.first, self.parent == ROOT
+        for i in np.flatnonzero(first & ~backbone):
+            backbone[i] = backbone[self.parent[i]]
+        return backbone
+
+    @property
     def discount(self) -> np.ndarray:
         """float64 [A], gamma to the power of the depth."""
         return self.gamma**self.depth
@@ -140,11 +161,38 @@ def others_mean(values: Values) -> np.ndarray:
     Returns:
       float64 [A]: (sum of q over the decision - q) / (K - 1).
     """
-    group = values.parent + 1
-    q_sum = np.bincount(group, weights=np.where(values.valid, values.q, 0.0))
-    defined = values.valid & (values.siblings > 1)
-    mean = (q_sum[group] - values.q) / np.maximum(values.siblings - 1, 1)
-    return np.where(defined, mean, 0.0)
+    return leave_one_out(values.q, values.valid, values.parent + 1)
+
+
+def trajectory_returns(values: Values) -> tuple[np.ndarray, np.ndarray]:
+    """Return-to-go of one trajectory through each action: on along first actions to its end.
+
+    Returns:
+      float64 [A], 0 where that trajectory has no return; bool [A], whether it has one.
+    """
+    depth, reward = values.depth.tolist(), values.reward.tolist()
+    leaf, valid = values.leaf.tolist(), values.valid.tolist()
+    found, lived = [0.0] * len(leaf), [False] * len(leaf)
+    for i in reversed(range(len(leaf))):
+        # In preorder the first action after this one is the next.
+        lived[i] = valid[i] if leaf[i] else lived[i + 1]
+        if lived[i]:
+            later = 0.0 if leaf[i] else values.gamma ** (depth[i + 1] - depth[i]) * found[i + 1]
+            found[i] = reward[i] + later
+    return np.asarray(found, np.float64), np.asarray(lived, bool)
+
+
+def leave_one_out(x: np.ndarray, counts: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """Mean of the others of a group; 0 for what does not count and for what is alone.
+
+    Args:
+      x: float64 [A].
+      counts: bool [A], what belongs to a mean.
+      group: int64 [A], 0 or more.
+    """
+    size = np.bincount(group, weights=counts)[group]
+    total = np.bincount(group, weights=np.where(counts, x, 0.0))[group]
+    return np.where(counts & (size > 1), (total - x) / np.maximum(size - 1, 1), 0.0)
 
 
 def _preorder(tree: tree_lib.Tree) -> tuple[list[tree_lib.Action], list[int]]:

@@ -66,6 +66,7 @@ class Learner:
       apply: (state, accumulators) -> (state, summed metrics with ``grad_norm`` and ``finite``);
         donates the state. With a non-finite gradient it comes back unchanged.
       score: (params, micro-batch) -> log-probs [B, T] of every token at its parent.
+      values: (params, micro-batch) -> values [B, T] of every token's parent; only with a critic.
     """
 
     place: Callable[[Params], Params]
@@ -75,6 +76,7 @@ class Learner:
     accumulate: Callable[[Params, Any, TreeBatch], Any]
     apply: Callable[[LearnerState, Any], tuple[LearnerState, dict[str, jax.Array]]]
     score: Callable[[Params, TreeBatch], jax.Array]
+    values: Callable[[Params, TreeBatch], jax.Array]
 
 
 def make(
@@ -84,6 +86,7 @@ def make(
     optimizer: optimizer_lib.OptimizerSettings,
     temperature: float = 1.0,
     chunk: int = 1024,
+    train_trunk: bool = False,
     mesh: Mesh | None = None,
 ) -> Learner:
     """Builds the learner of one run.
@@ -94,6 +97,7 @@ def make(
       optimizer: AdamW and its schedule.
       temperature: at which actions are sampled; all log-probs and entropies are at it.
       chunk: tokens whose logits exist at the same time.
+      train_trunk: whether the critic's loss changes more than the value head.
       mesh: devices to shard over; one device where None.
     """
     mesh = mesh_lib.make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
@@ -111,7 +115,16 @@ def make(
             graphdef, params, batch, temperature=temperature, chunk=chunk, mesh=mesh
         )
 
+    def scores_and_values(params: Params, batch: TreeBatch) -> tuple[jax.Array, ...]:
+        return scoring.token_scores_and_values(
+            graphdef, params, batch, train_trunk=train_trunk, temperature=temperature, chunk=chunk,
+            mesh=mesh,
+        )  # fmt: skip
+
     def objective(params: Params, batch: TreeBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        if loss.value_weight:
+            logprob_bt, entropy_bt, value_bt = scores_and_values(params, batch)
+            return loss_lib.tree_loss(logprob_bt, entropy_bt, batch, loss, value_bt)
         logprob_bt, entropy_bt = scores(params, batch)
         return loss_lib.tree_loss(logprob_bt, entropy_bt, batch, loss)
 
@@ -168,6 +181,11 @@ def make(
             in_shardings=(on_params, rows),
             out_shardings=rows,
         ),
+        values=jax.jit(
+            lambda params, batch: scores_and_values(params, batch)[2],
+            in_shardings=(on_params, rows),
+            out_shardings=rows,
+        ),
     )
 
 
@@ -209,7 +227,7 @@ def update(
     steps = jax.device_get(steps)  # the one wait for the device
     everything = {name: sum(float(sums[name]) for sums in steps) for name in steps[0]}
     metrics = loss_lib.finish_metrics(everything)
-    for name in metrics.keys() & {"loss/policy", "loss/kl"}:
+    for name in metrics.keys() & {"loss/policy", "loss/kl", "loss/value"}:
         metrics[name] /= len(steps)
     metrics["rollout/logprob_gap"] = loss_lib.finish_metrics(steps[0])["rollout/logprob_gap"]
     metrics["diag/grad_norm"] = everything["grad_norm"] / len(steps)

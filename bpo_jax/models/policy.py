@@ -58,6 +58,7 @@ def load(
     remat: decoder.Remat = "none",
     mesh: Mesh | None = None,
     abstract: bool = False,
+    value_head: bool = False,
 ) -> Policy:
     """Loads or makes a policy.
 
@@ -75,6 +76,7 @@ def load(
         and no host, ever holds the whole model; the first device where None.
       abstract: leave the parameters out; the policy has their shapes, dtypes and places instead,
         for a checkpoint to be read into.
+      value_head: with a critic's head beside the vocabulary; 0 where `init` has none.
 
     Raises:
       OSError: it is not there, or cannot be fetched.
@@ -86,7 +88,9 @@ def load(
         source = folder(DEFAULT_TOKENIZER)
     else:
         config = weights.read_config(source)
-    config = dataclasses.replace(config, dtype=dtype, param_dtype=param_dtype, remat=remat)
+    config = dataclasses.replace(
+        config, dtype=dtype, param_dtype=param_dtype, remat=remat, value_head=value_head
+    )
     if context > config.max_positions:
         raise ValueError(
             f"policy.context={context}: this model is made for {config.max_positions} positions"

@@ -57,6 +57,34 @@ def token_scores(
     )  # fmt: skip
 
 
+def token_scores_and_values(
+    graphdef: nnx.GraphDef,
+    params: Params,
+    batch: TreeBatch,
+    *,
+    train_trunk: bool = False,
+    **settings: Any,
+) -> tuple[Float[Array, "b t"], Float[Array, "b t"], Float[Array, "b t"]]:
+    """`token_scores`, and the value head's number at every token's parent, float32.
+
+    The value is that of the decision where the token is the first one sampled there. Tokens without
+    a parent have 0.
+
+    Args:
+      graphdef: the decoder's static description; it has a value head.
+      params: its parameters.
+      batch: packed trees.
+      train_trunk: let gradients of values pass into what the head reads.
+      **settings: as of `token_scores`.
+    """
+    model = nnx.merge(graphdef, params)
+    hidden_btd = model(batch.tokens, batch.position, batch.subtree_end, mesh=settings.get("mesh"))
+    logprob, entropy = _scores(model, hidden_btd, batch.parent, batch.tokens, **settings)
+    read_btd = hidden_btd if train_trunk else jax.lax.stop_gradient(hidden_btd)
+    value_bt = jnp.take_along_axis(model.values(read_btd), jnp.maximum(batch.parent, 0), axis=1)
+    return logprob, entropy, jnp.where(batch.parent >= 0, value_bt, 0.0)
+
+
 def _scores(
     model: decoder.Decoder,
     hidden_btd: jax.Array,

@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from bpo_jax.estimators import ALGORITHMS, Estimate, Shrinkage, solve
-from bpo_jax.estimators.values import others_mean
-from bpo_jax.tree import Tree
-from tests.estimators import mdp as mdp_lib
-from tests.estimators import schedulers as grow
-from tests.estimators.mdp import (
+from bpo_jax.estimators.exact import mdp as mdp_lib
+from bpo_jax.estimators.exact import schedulers as grow
+from bpo_jax.estimators.exact.mdp import (
     Mdp,
     attach,
     coin,
@@ -29,6 +27,8 @@ from tests.estimators.mdp import (
     sample,
     start,
 )
+from bpo_jax.estimators.values import others_mean
+from bpo_jax.tree import Tree
 
 MARGIN = 0.02
 """Relative error that counts as wrong."""
@@ -53,7 +53,7 @@ def fork_along(mdp: Mdp, decision):
 
 def test_choosing_the_most_uncertain_boundary_of_a_finished_backbone():
     def post_hoc(mdp: Mdp) -> mdp_lib.Draws:
-        top = start()
+        top = start(mdp)
         for _ in range(2):
             backbone = yield from finish(mdp, (yield from sample(mdp, top)))
             boundaries = [a.next for a in backbone if a.next is not None]
@@ -66,7 +66,7 @@ def test_choosing_the_most_uncertain_boundary_of_a_finished_backbone():
 
 def test_choosing_the_boundary_by_the_surprise_of_the_action_that_was_drawn():
     def surprised(mdp: Mdp) -> mdp_lib.Draws:
-        top = start()
+        top = start(mdp)
 
         def descend(action):
             if action.next is None:
@@ -87,7 +87,7 @@ def test_choosing_the_boundary_by_the_surprise_of_the_action_that_was_drawn():
 
 def test_a_uniformly_chosen_boundary_of_a_finished_backbone_of_variable_length():
     def post_hoc(mdp: Mdp) -> mdp_lib.Draws:
-        top = start()
+        top = start(mdp)
         for _ in range(2):
             backbone = yield from finish(mdp, (yield from sample(mdp, top)))
             boundaries = [a.next for a in backbone if a.next is not None]
@@ -107,7 +107,7 @@ def cut_at(which: Callable[[Iterable[int]], int]) -> mdp_lib.Scheduler:
     """Samples a whole turn, then forks it after the marker that `which` picks of all in it."""
 
     def grow_tree(mdp: Mdp) -> mdp_lib.Draws:
-        top = start()
+        top = start(mdp)
         for _ in range(2):
             turn: list[int] = []
             while not turn or tuple(turn) in mdp.within:
@@ -234,7 +234,7 @@ def test_shrinkage_estimated_on_the_same_tree():
 
 def test_a_sibling_only_if_the_first_subtree_left_budget_for_it():
     def leftover(mdp: Mdp) -> mdp_lib.Draws:
-        top = start()
+        top = start(mdp)
 
         for _ in range(2):
             first = yield from sample(mdp, top)
@@ -249,7 +249,7 @@ def test_a_sibling_only_if_the_first_subtree_left_budget_for_it():
 
 def test_a_shared_budget_that_cuts_rollouts_short():
     def cutting(mdp: Mdp) -> mdp_lib.Draws:
-        top, left = start(), 6
+        top, left = start(mdp), 6
         for _ in range(2):
             action = yield from sample(mdp, top)
             left -= 1
@@ -266,7 +266,7 @@ def test_a_shared_budget_that_cuts_rollouts_short():
 
 def test_keeping_the_fastest_two_of_three_roots():
     def racing(mdp: Mdp) -> mdp_lib.Draws:
-        top, lengths = start(), []
+        top, lengths = start(mdp), []
         for _ in range(3):
             lengths.append(len((yield from finish(mdp, (yield from sample(mdp, top))))))
         top.actions.pop(int(np.argmax(lengths)))
@@ -278,7 +278,7 @@ def test_keeping_the_fastest_two_of_three_roots():
 
 def test_sampling_until_one_succeeds():
     def persistent(mdp: Mdp) -> mdp_lib.Draws:
-        top = start()
+        top = start(mdp)
         for _ in range(4):
             path = yield from finish(mdp, (yield from sample(mdp, top)))
             if path[-1].reward > 0.8 and len(top.actions) >= 2:
@@ -291,7 +291,7 @@ def test_sampling_until_one_succeeds():
 
 def test_a_fresh_action_after_a_failure_that_depends_on_the_action():
     def retrying(mdp: Mdp) -> mdp_lib.Draws:
-        top = start()
+        top = start(mdp)
 
         def step(decision):
             choice = yield mdp.policy[history_of(decision)]

@@ -10,10 +10,19 @@ import numpy as np
 import pytest
 
 from bpo_jax.estimators import ALGORITHMS, Shrinkage
+from bpo_jax.estimators.exact import mdp as mdp_lib
+from bpo_jax.estimators.exact import schedulers as grow
+from bpo_jax.estimators.exact.mdp import (
+    Mdp,
+    attach,
+    coin,
+    history_of,
+    in_turns,
+    random_mdp,
+    sample,
+    start,
+)
 from bpo_jax.tree import Tree
-from tests.estimators import mdp as mdp_lib
-from tests.estimators import schedulers as grow
-from tests.estimators.mdp import Mdp, attach, coin, history_of, in_turns, random_mdp, sample, start
 
 TOLERANCE = 1e-10
 
@@ -151,7 +160,7 @@ def test_decisions_in_the_middle_of_a_turn_beside_those_at_its_end(order, roots)
 
 def test_a_boundary_of_a_finished_backbone_chosen_blindly_when_lengths_are_fixed():
     def grow_tree(mdp: Mdp) -> mdp_lib.Draws:
-        top = start()
+        top = start(mdp)
         for _ in range(2):
             backbone = yield from mdp_lib.finish(mdp, (yield from sample(mdp, top)))
             which = yield np.full(2, 0.5)
@@ -164,7 +173,7 @@ def test_a_boundary_of_a_finished_backbone_chosen_blindly_when_lengths_are_fixed
 
 def test_a_dead_sandbox_that_is_replayed_whatever_action_killed_it():
     def grow_tree(mdp: Mdp) -> mdp_lib.Draws:
-        top = start()
+        top = start(mdp)
 
         def descend(decision):
             for _ in range(2 if len(history_of(decision)) == 1 else 1):

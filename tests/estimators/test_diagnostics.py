@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from bpo_jax.estimators import ALGORITHMS, tree_diagnostics
-from tests.estimators import mdp as mdp_lib
-from tests.estimators import schedulers as grow
-from tests.estimators.mdp import random_mdp
+from bpo_jax.estimators.exact import mdp as mdp_lib
+from bpo_jax.estimators.exact import schedulers as grow
+from bpo_jax.estimators.exact.mdp import random_mdp
 from tests.estimators.trees import edge, flat, leaf, masked, tree
 
 

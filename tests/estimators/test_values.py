@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 
 from bpo_jax.estimators import solve
+from bpo_jax.estimators.exact.mdp import estimated_value
 from bpo_jax.estimators.values import ROOT, others_mean
-from tests.estimators.mdp import estimated_value
 from tests.estimators.trees import edge, flat, leaf, masked, random_trees, tree
 
 

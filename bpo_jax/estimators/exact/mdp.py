@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from bpo_jax.estimators import Estimate
+from bpo_jax.estimators.api import Estimate
 from bpo_jax.tree import Action, Decision, Tree
 
 History = tuple[int, ...]
@@ -37,6 +37,7 @@ class Mdp:
       final: histories at which the trajectory ends.
       within: histories in the middle of a turn. Without any, every action is a turn of its own.
       marker: the token after which a turn may be forked, the first of it in a turn.
+      observe: what is read after a history. By default all of it, so that no two look alike.
     """
 
     gamma: float
@@ -45,6 +46,7 @@ class Mdp:
     final: frozenset[History]
     within: frozenset[History] = frozenset()
     marker: int | None = None
+    observe: Callable[[History], str] = str
 
     @cached_property
     def edges(self) -> dict[History, int]:
@@ -88,6 +90,7 @@ class Mdp:
         return np.asarray(mass) @ self.scores
 
     def entropy(self, history: History) -> float:
+        """Of the policy at a state, in nats."""
         p = self.policy[history]
         return float(-np.sum(p * np.log(p)))
 
@@ -146,11 +149,13 @@ def in_turns(mdp: Mdp, *lengths: int) -> Mdp:
 # --- growing ------------------------------------------------------------------------------------
 
 
-def start() -> Decision:
-    return Decision(snapshot=())
+def start(mdp: Mdp) -> Decision:
+    """The root decision; a decision's snapshot is its history."""
+    return Decision(snapshot=(), observation=mdp.observe(()))
 
 
 def history_of(decision: Decision) -> History:
+    """The actions that lead to a decision."""
     return decision.snapshot
 
 
@@ -161,12 +166,18 @@ def attach(mdp: Mdp, decision: Decision, *choices: int) -> Action:
     ended = after in mdp.final
     action = Action(
         reward=mdp.reward[after],
-        next=None if ended else Decision(snapshot=after, mid_turn=after in mdp.within),
+        next=None if ended else _arrive(mdp, after),
         end="done" if ended else None,
         info={"edges": [mdp.edges[h] for h in passed], "choice": choices[-1]},
     )
     decision.actions.append(action)
     return action
+
+
+def _arrive(mdp: Mdp, history: History) -> Decision:
+    return Decision(
+        snapshot=history, mid_turn=history in mdp.within, observation=mdp.observe(history)
+    )
 
 
 def sample(mdp: Mdp, decision: Decision) -> Generator[np.ndarray, int, Action]:
@@ -191,6 +202,7 @@ def finish(mdp: Mdp, action: Action) -> Generator[np.ndarray, int, list[Action]]
 
 
 def coin(probability: float) -> Generator[np.ndarray, int, bool]:
+    """True with this probability."""
     return bool((yield np.asarray([1.0 - probability, probability])))
 
 
@@ -245,6 +257,11 @@ class Expectation:
 
 
 def expect(mdp: Mdp, scheduler: Scheduler, estimator: Estimator) -> Expectation:
+    """Sums a gradient estimate over all outcomes of a scheduler.
+
+    Raises:
+      AssertionError: the probabilities of the outcomes do not add up to 1.
+    """
     mass = np.zeros(len(mdp.edges))
     value, certainty, survived, count = 0.0, 0.0, 0.0, 0
     for probability, tree in outcomes(mdp, scheduler):

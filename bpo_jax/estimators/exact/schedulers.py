@@ -1,4 +1,4 @@
-"""Ways to grow a tree that keep the estimate unbiased.
+"""Ways to grow a tree: predictable ones, which keep the estimate unbiased, and post-hoc ones.
 
 A *rule* says how many children a decision gets. It is asked once a decision, before the first child
 is drawn, and sees the state, the root it lies under and the returns finished so far, in order.
@@ -8,12 +8,23 @@ from __future__ import annotations
 
 import collections
 import heapq
+import itertools
 from collections.abc import Callable, Generator
 
 import numpy as np
 
+from bpo_jax.estimators.exact.mdp import (
+    Draws,
+    History,
+    Mdp,
+    Scheduler,
+    coin,
+    finish,
+    history_of,
+    sample,
+    start,
+)
 from bpo_jax.tree import Action, Decision, Tree
-from tests.estimators.mdp import Draws, History, Mdp, Scheduler, history_of, sample, start
 
 Rule = Callable[[History, int, list[float]], int]
 RuleFactory = Callable[[Mdp], Rule]
@@ -21,6 +32,7 @@ RuleFactory = Callable[[Mdp], Rule]
 
 
 def nowhere(mdp: Mdp) -> Rule:
+    """Never forks."""
     return lambda history, root, finished: 1
 
 
@@ -76,7 +88,7 @@ def depth_first(roots: int, factory: RuleFactory) -> Scheduler:
     """Every branch is followed to its end before the next one begins."""
 
     def grow(mdp: Mdp) -> Draws:
-        rule, top, finished = factory(mdp), start(), list[float]()
+        rule, top, finished = factory(mdp), start(mdp), list[float]()
 
         def descend(action: Action, root: int, earned: float) -> Generator[np.ndarray, int, None]:
             if action.next is None:
@@ -103,7 +115,7 @@ def by_arrival(roots: int, factory: RuleFactory, *, slowness: int) -> Scheduler:
     """
 
     def grow(mdp: Mdp) -> Draws:
-        rule, top, finished = factory(mdp), start(), list[float]()
+        rule, top, finished = factory(mdp), start(mdp), list[float]()
         queue: list[tuple[int, int, int, float, Action]] = []
         ticket = iter(range(10**6))
 
@@ -129,11 +141,87 @@ def by_arrival(roots: int, factory: RuleFactory, *, slowness: int) -> Scheduler:
     return grow
 
 
+def along_backbone(roots: int, factory: RuleFactory) -> Scheduler:
+    """Only first children may fork; the fresh ones are followed to their end and no further.
+
+    A rule is told the root it is asked for, and of the returns nothing.
+    """
+
+    def grow(mdp: Mdp) -> Draws:
+        rule, top = factory(mdp), start(mdp)
+
+        def descend(action: Action, root: int) -> Generator[np.ndarray, int, None]:
+            if action.next is None:
+                return
+            children = rule(history_of(action.next), root, [])
+            yield from descend((yield from sample(mdp, action.next)), root)
+            for _ in range(children - 1):
+                yield from finish(mdp, (yield from sample(mdp, action.next)))
+
+        for root in range(roots):
+            yield from descend((yield from sample(mdp, top)), root)
+        return Tree(task_id="mdp", root=top)
+
+    return grow
+
+
+def everywhere(children: int) -> RuleFactory:
+    """The same number of children at every decision."""
+    return lambda mdp: lambda history, root, finished: children
+
+
+def post_hoc_top(roots: int, *, forks: int, fresh: int) -> Scheduler:
+    """Forks finished backbones where they were most uncertain. This looks at what came after.
+
+    What came after says which decisions there were to choose from.
+    """
+
+    def grow(mdp: Mdp) -> Draws:
+        top = start(mdp)
+        for _ in range(roots):
+            backbone = yield from finish(mdp, (yield from sample(mdp, top)))
+            passed = [a.next for a in backbone if a.next is not None]
+            passed.sort(key=lambda d: -mdp.entropy(history_of(d)))
+            for decision in passed[:forks]:
+                for _ in range(fresh):
+                    yield from finish(mdp, (yield from sample(mdp, decision)))
+        return Tree(task_id="post-hoc", root=top)
+
+    return grow
+
+
+def post_hoc_coins(roots: int, *, fresh: int) -> Scheduler:
+    """Forks finished backbones by coins whose probability depends on the whole backbone.
+
+    Likely where the backbone earned little and its action was a likely one. The probability stands
+    in ``inclusion``.
+    """
+
+    def grow(mdp: Mdp) -> Draws:
+        top = start(mdp)
+        for _ in range(roots):
+            backbone = yield from finish(mdp, (yield from sample(mdp, top)))
+            low = 1.0 / (1.0 + np.exp(2.0 * sum(a.reward for a in backbone)))
+            chosen = []
+            for before, action in itertools.pairwise(backbone):
+                assert before.next is not None
+                likely = mdp.policy[history_of(before.next)][action.info["choice"]]
+                before.next.inclusion = float(0.1 + 0.5 * low + 0.4 * likely)
+                if (yield from coin(before.next.inclusion)):
+                    chosen.append(before.next)
+            for decision in chosen:
+                for _ in range(fresh):
+                    yield from finish(mdp, (yield from sample(mdp, decision)))
+        return Tree(task_id="post-hoc", root=top)
+
+    return grow
+
+
 def frontier_top(roots: int, forks: int) -> Scheduler:
     """Level by level; on the first, the most uncertain of all decisions fork, then all draw."""
 
     def grow(mdp: Mdp) -> Draws:
-        top = start()
+        top = start(mdp)
         frontier = []
         for _ in range(roots):
             frontier.append((yield from sample(mdp, top)).next)
