@@ -6,8 +6,8 @@ directions,
     score[d] = psi . u_d / sqrt(D),    E score_i . score_j = psi_i . psi_j
 
 so that the scores stand in for gradients wherever only inner products count, such as in the
-variance of the gradient (`bpo_jax.estimators.by_turn`). One direction gives all actions of all trees
-at once, by a central difference: two scoring passes, however many actions there are.
+variance of the gradient (`bpo_jax.estimators.by_turn`). One direction gives all actions of all
+trees at once, by a central difference: two scoring passes, however many actions there are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bpo_jax.learner.update import Learner
 from bpo_jax.packing import TreeBatch
 from bpo_jax.tree import Tree
 
-RELATIVE_STEP = 1e-2
+RELATIVE_STEP = 3e-3
 """Of a parameter tensor's size: large against rounding, small against what bends."""
 
 
