@@ -39,6 +39,9 @@ def base() -> config_dict.ConfigDict:
     environment.factory = "bpo_jax.environments.alfworld:make"
     environment.data = optional(str)  # folder of official data; None: generated tasks
     environment.max_turns = optional(int)  # actions before a trajectory is cut; None: its own
+    # How an action stands in a turn, a name in bpo_jax/action_formats.py: the environment's, since
+    # its prompt explains it and its experts write it. None: its own.
+    environment.action_format = optional(str)
     environment.train_split = "train"  # endless, seeded
     # Other arguments of the factory, here those of the household games; None: its own default.
     environment.settings = settings = config_dict.ConfigDict()
@@ -82,16 +85,31 @@ def base() -> config_dict.ConfigDict:
     algorithm.omega = optional(float)  # gigpo: weight of the step advantage; None: 1
 
     config.branching = branching = config_dict.ConfigDict()
-    # Where to fork: "threshold" (entropy above a running quantile), "random" (as often), "none".
+    # Where to fork. Decided before anything is sampled there: "threshold" (entropy above a running
+    # quantile), "random" (as often), "fixed" (at branching.turns), "uniform" (evenly over the
+    # expected length), "oracle" (where the returns of rollouts spread; for study), "none". When a
+    # trajectory has ended: "post_hoc_top_m" (greatest entropy), "post_hoc_ht" (drawn by entropy).
     branching.placement = optional(str)  # None: implied by the algorithm
     branching.siblings = optional(int)  # K, children of a fork, the first included; None: implied
     branching.forks_per_root = optional(int)  # at most, below each root; None: implied
     branching.forks_per_tree = optional(int)  # at most, in one tree; None: forks_per_root alone
     branching.min_gap = 2  # turns from the start or a fork to the next fork on a path, at least
+    branching.min_gap_tokens = 0  # the same in tokens
     branching.nested = False  # every sibling may fork again; otherwise only the first
     branching.quantile = 0.7  # of the entropies of earlier updates, the threshold
     branching.initial_threshold = 0.5  # nats, for the first update
-    branching.memory = 0.8  # weight of the past in the running threshold
+    branching.memory = 0.8  # weight of the past in the running threshold and length
+    branching.turns = optional(tuple)  # of "fixed": where to fork, counted from 0
+    branching.initial_length = 10.0  # turns that "uniform" expects, for the first update
+    branching.boundary = "turn"  # fork before a turn, or behind its first "marker"
+    # Texts that end a turn's thought and begin its action; None: those of the action format.
+    branching.markers = optional(tuple)
+    # What "threshold" and the post-hoc placements look at: the entropy of the "first_token", or of
+    # a "probe": short continuations that are thrown away.
+    branching.entropy = "first_token"
+    branching.probes = 8  # continuations of a probe
+    branching.probe_tokens = 16  # longest of them
+    branching.oracle_rollouts = 4  # of "oracle", at every candidate
 
     config.rollout = rollout = config_dict.ConfigDict()
     rollout.temperature = 1.0  # of sampling, and of all log-probs in the loss
@@ -101,7 +119,27 @@ def base() -> config_dict.ConfigDict:
     # branches are computed again later. None: enough for every slot's whole context.
     rollout.kv_tokens = optional(int)
     rollout.retries = 2  # times a broken sandbox is rebuilt for an action before it is masked
+    rollout.step_seconds = optional(float)  # a sandbox call that takes longer has failed
+    rollout.max_seconds = optional(float)  # of a trajectory's turns; the one that passes it is last
+    rollout.max_invalid = optional(int)  # turns without a valid action, in a row, that end it
+    rollout.sandbox_threads = 32  # sandboxes that work at a time, where they are not in-process
+    # Take up what sandboxes have done in a fixed order, so that a run can be repeated to the last
+    # bit. False: whatever is finished goes on at once, and no branch waits for a slow sandbox.
+    rollout.deterministic = True
+    # Leave out trees whose returns are all equal. They have no gradient with a group baseline, but
+    # leaving them out of the mean over tasks weighs the others by the outcome: biased.
+    rollout.filter = False
     rollout.invalid_penalty = 0.0  # taken from the reward of a turn without a valid action
+    # Where an observation leaves no room for a full turn: "end" ends the trajectory as truncated,
+    # "clip" leaves out the middle of the observation.
+    rollout.overflow = "end"
+    # Tokens beyond which "clip" leaves out the middle of any observation, 64 or more; None: none.
+    rollout.observation_tokens = optional(int)
+    # For chat templates that can switch thoughts on and off (Qwen3); None: their own default.
+    rollout.thinking = optional(bool)
+    # For chat templates that tell the date (Llama 3.1): the same on every day of a run.
+    rollout.date = "2024-07-26"
+    rollout.check_dialogue = False  # render the whole of every trajectory again and compare
 
     config.loss = loss = config_dict.ConfigDict()
     loss.clip_low = 0.2  # ratios are clipped to [1 - clip_low, 1 + clip_high]
@@ -245,6 +283,8 @@ def resolve(config: config_dict.ConfigDict, *, mode: str = "train") -> config_di
         branching.forks_per_root = 0 if flat else FORKS_PER_ROOT
     if branching.siblings is None:
         branching.siblings = 1 if flat else SIBLINGS
+    if branching.boundary == "marker" and branching.markers is None:
+        branching.markers = checks.markers(config)
     if config.batch.row_buckets is None:
         config.batch.row_buckets = row_buckets(config.batch.row_length)
     if config.batch.path_length is None:

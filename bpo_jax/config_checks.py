@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import importlib
 import importlib.util
@@ -15,9 +16,9 @@ from ml_collections import config_dict
 
 from bpo_jax import estimators, packaged, profiling
 from bpo_jax.estimators import bpo_paper
+from bpo_jax.rollout import branching as branching_lib
 
 MODES = ("train", "eval", "warmstart", "export")
-PLACEMENTS = ("threshold", "random", "none")
 PRESETS = (
     "tiny", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b",
     "qwen2.5-32b", "qwen2.5-72b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b",
@@ -130,7 +131,9 @@ _AT_LEAST: dict[str, float] = {
     "algorithm.roots": 1, "branching.forks_per_root": 0, "branching.forks_per_tree": 0,
     "branching.siblings": 1, "branching.min_gap": 1, "branching.initial_threshold": 0,
     "rollout.action_tokens": 1, "rollout.slots": 1, "rollout.retries": 0,
-    "rollout.kv_tokens": 1,
+    "rollout.kv_tokens": 1, "rollout.max_invalid": 1, "rollout.sandbox_threads": 1,
+    "branching.min_gap_tokens": 0, "branching.probes": 2, "branching.probe_tokens": 1,
+    "branching.oracle_rollouts": 2, "branching.initial_length": 1,
     "rollout.invalid_penalty": 0, "loss.kl_weight": 0,
     "loss.entropy_weight": 0, "loss.value_weight": 0, "loss.value_warmup": 0,
     "loss.chunk": 1, "optimizer.warmup": 0, "optimizer.weight_decay": 0,
@@ -143,19 +146,28 @@ _AT_LEAST: dict[str, float] = {
     "warmstart.observation_weight": 0, "warmstart.vocab_size": 260,
     "warmstart.tokenizer_chats": 1, "warmstart.checkpoint_every": 1, "export.step": 0,
     "log.gradient_directions": 0,
+    "rollout.observation_tokens": 64,  # the dialogue's LEAST_OBSERVATION
 }  # fmt: skip
 _AT_MOST: dict[str, float] = {
     "seed": 2**32 - 1, "cpu_devices": 1024, "rollout.retries": 1000, "rollout.slots": 2**20,
     "rollout.kv_tokens": 2**40, "batch.tasks": 2**20, "batch.rows": 2**20,
     "batch.row_length": 2**24, "policy.context": 2**24, "batch.path_length": 2**24,
     "warmstart.rows": 2**20, "warmstart.row_length": 2**24, "warmstart.vocab_size": 2**24,
+    "branching.probes": 2**10, "branching.oracle_rollouts": 2**10, "rollout.sandbox_threads": 2**12,
     "branching.siblings": 2**16, "algorithm.roots": 2**16, "checkpoint.keep": 2**20,
     "budget.decoded_tokens": 2**63 - 1, "budget.returns": 2**63 - 1,
 }  # fmt: skip
+_BELONGS = {
+    "turns": ("placement", "fixed"), "initial_length": ("placement", "uniform"),
+    "oracle_rollouts": ("placement", "oracle"), "probes": ("entropy", "probe"),
+    "probe_tokens": ("entropy", "probe"), "markers": ("boundary", "marker"),
+}  # fmt: skip
+"""Settings of the branching that only one value of another one reads."""
 _MOST_WHOLE, _MOST = 2**31 - 1, 1e30  # of all others: what 32 bits hold
 _POSITIVE = (
     "loss.clip_low", "loss.clip_high", "loss.normalizer", "optimizer.learning_rate",
     "optimizer.eps", "algorithm.epsilon", "warmstart.learning_rate", "export.max_file_gib",
+    "rollout.step_seconds", "rollout.max_seconds",
 )  # fmt: skip
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "algorithm.gamma": (lambda x: 0 < x <= 1, "in (0, 1]"),
@@ -196,7 +208,8 @@ def _numbers(config: config_dict.ConfigDict) -> None:
         if value is not None and value < least:
             _fail(config, key, f"expected {least} or more")
     for key in _POSITIVE:
-        if value_of(key) <= 0:
+        value = value_of(key)
+        if value is not None and value <= 0:
             _fail(config, key, "expected a number greater than 0")
     for key, (holds, text) in _RANGES.items():
         value = value_of(key)
@@ -263,10 +276,20 @@ def make_environment(config: config_dict.ConfigDict) -> Any:
     settings = {
         "data": config.environment.data,
         "max_turns": config.environment.max_turns,
+        "action_format": config.environment.action_format,
         **config.environment.settings.to_dict(),
     }
     given = {name: value for name, value in settings.items() if value is not None}
     return getattr(importlib.import_module(module), function)(**given)
+
+
+def markers(config: config_dict.ConfigDict) -> tuple[str, ...]:
+    """Texts inside a turn of the configured environment at whose end a turn may branch.
+
+    Raises:
+      ConfigError: the environment cannot be made.
+    """
+    return tuple(getattr(_environment(config), "markers", ()))
 
 
 def _policy(config: config_dict.ConfigDict) -> None:
@@ -303,11 +326,11 @@ def _branching(
     max_turns: int,
 ) -> None:
     branching, roots, name = config.branching, config.algorithm.roots, algorithm.name
-    allowed = [p for p in algorithm.placements if p in PLACEMENTS]
+    allowed = algorithm.placements
     if branching.placement not in allowed:
         _fail(
             config, "branching.placement",
-            f"algorithm.name={name!r} expects one of {', '.join(allowed) or 'none that exists'}",
+            f"algorithm.name={name!r} expects one of {', '.join(allowed)}",
         )  # fmt: skip
     if branching.placement == "none":
         never = f"algorithm.name={name!r} with placement 'none' never forks; leave it unset"
@@ -318,12 +341,33 @@ def _branching(
         for key in (key for key in defaults if key not in ("placement", "siblings")):
             if key != "forks_per_root" and branching[key] != defaults[key]:
                 _fail(config, f"branching.{key}", never)
+    for key, (other, value) in _BELONGS.items():
+        if branching[other] != value and branching[key] != defaults[key]:
+            _fail(
+                config, f"branching.{key}",
+                f"belongs to branching.{other}={value!r}, which is {branching[other]!r}",
+            )  # fmt: skip
     alone = roots == 1 and not config.algorithm.baseline
     if branching.placement != "none" and branching.siblings == 1:
         _fail(
             config, "branching.siblings",
             "a fork needs 2 or more children; for no forks set branching.placement='none'"
             + (f" (and algorithm.roots above 1, now {roots})" if alone else ""),
+        )  # fmt: skip
+    try:
+        branching_lib.BranchingConfig(**branching.to_dict())
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    turns = branching.turns or ()
+    if not all(type(turn) is int and 0 < turn < max_turns for turn in turns):
+        _fail(config, "branching.turns", f"expected turns from 1 to {max_turns - 1}")
+    extra = branching.placement != "none" and (
+        branching.placement == "oracle" or branching.entropy == "probe"
+    )
+    if extra and config.rollout.slots < 2 * config.cpu_devices:
+        _fail(
+            config, "rollout.slots",
+            "what is tried out needs a slot of its own on every device; give at least 2 for each",
         )  # fmt: skip
     if not alone:
         return
@@ -402,6 +446,15 @@ def _sampling(config: config_dict.ConfigDict) -> None:
             f"one branch of policy.context={config.policy.context} tokens has to fit; give at "
             f"least {config.policy.context + 32}, or None",
         )  # fmt: skip
+    if config.rollout.observation_tokens is not None and config.rollout.overflow != "clip":
+        _fail(
+            config, "rollout.observation_tokens",
+            "only rollout.overflow='clip' shortens observations; set that, or leave this unset",
+        )  # fmt: skip
+    try:
+        datetime.date.fromisoformat(config.rollout.date)
+    except ValueError:
+        _fail(config, "rollout.date", "expected a date, such as 2024-07-26")
     if config.policy.context <= config.rollout.action_tokens:
         _fail(
             config, "policy.context",
@@ -507,6 +560,7 @@ def _choices(config: config_dict.ConfigDict) -> None:
         "export.dtype": (None, "float32", "bfloat16"),
         "algorithm.propagate": (None, *bpo_paper.PROPAGATE),
         "loss.ratio": ("token", "action"),
+        "rollout.overflow": ("end", "clip"),
         "loss.kl_estimator": ("k1", "k2", "k3"),
         "optimizer.schedule": ("constant", "cosine"),
     }.items():

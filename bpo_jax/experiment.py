@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import datetime
 import pathlib
 import sys
 import time
@@ -39,9 +40,10 @@ from bpo_jax.report import metrics as metrics_lib
 from bpo_jax.rollout.branching import Branching, BranchingConfig
 from bpo_jax.rollout.dialogue import Dialogue
 from bpo_jax.rollout.engine import PagedEngine
-from bpo_jax.rollout.grower import Grower, Limits
+from bpo_jax.rollout.grower import Grower
+from bpo_jax.rollout.lines import Limits
 from bpo_jax.sandbox.in_process import InProcessBackend
-from bpo_jax.tree import Tree
+from bpo_jax.tree import Action, Tree
 
 GRAD_NORM_WINDOW = 20
 """Updates over which the variance of the gradient's norm is logged."""
@@ -97,24 +99,30 @@ def train(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
                 with timer("rollout"):
                     trees = run.grow()
                 with timer("pack"):
-                    estimates = run.estimate(trees)
-                    minibatches = run.pack(trees, estimates)
+                    kept = run.filter(trees)
+                    estimates = run.estimate(kept)
+                    minibatches = run.pack(kept, estimates)
                 with timer("score"):
                     minibatches = run.score(minibatches)
-                    scores = run.probe(trees)
+                    scores = run.probe(kept)
                 with interrupt.shield():
                     with timer("update"):
-                        numbers = run.update(trees, minibatches)
+                        numbers = run.update(kept, minibatches)
                     numbers |= tree_metrics(trees, config.algorithm.gamma)
                     numbers["tree/unstarted"] = config.batch.tasks - len(trees)
+                    numbers["tree/filtered"] = len(trees) - len(kept)
                     numbers |= estimators.tree_diagnostics(
-                        trees, estimates, gamma=config.algorithm.gamma
+                        kept, estimates, gamma=config.algorithm.gamma
                     )
-                    numbers |= turn_metrics(trees, config.algorithm.gamma, scores)
+                    numbers |= turn_metrics(kept, config.algorithm.gamma, scores)
                     run.learn_constants(trees, numbers)
                     run.elapsed = clock()
                     run.commit()
                     numbers |= run.ledger.metrics() | timer.metrics() | {"time/wall": run.elapsed}
+                    numbers |= {
+                        "time/wait_sandboxes": run.grower.waits.sandboxes,
+                        "time/wait_device": run.grower.waits.device,
+                    }
                     metrics.write("train", run.step, numbers)
                 progress.show(run.fraction_spent(), _update_line(run, numbers, timer))
             status = "finished" if run.step >= (config.budget.updates or np.inf) else "budget"
@@ -215,17 +223,25 @@ class Run:
         self.state = self.learner.start(params)
         # The initial policy; reloaded, not saved, when a run resumes.
         self.reference = params if config.loss.kl_weight else None
-        dialogue = Dialogue(policy.tokenizer)
+        self.dialogue = dialogue = Dialogue(
+            policy.tokenizer,
+            stop_ids=policy.stop_ids,
+            thinking=config.rollout.thinking,
+            date=datetime.date.fromisoformat(config.rollout.date),
+            overflow=config.rollout.overflow,
+            observation_tokens=config.rollout.observation_tokens,
+        )
         devices = jax.local_devices()
         self.engines = [
             PagedEngine(
                 graphdef=policy.graphdef,
                 config=policy.config,
                 params=params,
-                stop_ids=[dialogue.stop_id],
+                stop_ids=dialogue.stop_ids,
                 slots=-(-config.rollout.slots // len(devices)),
                 context=config.policy.context,
                 tokens=config.rollout.kv_tokens,
+                decode=dialogue.text,
             )
             for params in weight_sync.copies(self.state.params, devices)
         ]
@@ -238,9 +254,19 @@ class Run:
                 max_turns=environment.max_turns,
                 max_turn_tokens=config.rollout.action_tokens,
                 context=config.policy.context,
-                retries=config.rollout.retries,
-                invalid_penalty=config.rollout.invalid_penalty,
+                **{
+                    name: config.rollout[name]
+                    for name in (
+                        "invalid_penalty",
+                        "max_invalid",
+                        "max_seconds",
+                        "retries",
+                        "step_seconds",
+                    )
+                },
             ),
+            threads=config.rollout.sandbox_threads,
+            deterministic=config.rollout.deterministic,
         )
         self._check_prompt(dialogue)
         self.tasks = environment.tasks(config.environment.train_split, seed=config.seed)
@@ -376,7 +402,16 @@ class Run:
             temperature=self.config.rollout.temperature,
             ledger=self.ledger,
         )
+        if self.config.rollout.check_dialogue:
+            environment = self.grower.environment
+            for task, tree in zip(tasks, trees, strict=True):
+                self.dialogue.check_tree(tree, environment.prompt(task, tree.root.observation))
         return [tree for tree in trees if tree.root.actions]
+
+    def filter(self, trees: Sequence[Tree]) -> list[Tree]:
+        """The trees to learn from: all, but for those that ``rollout.filter`` leaves out."""
+        gamma = self.config.algorithm.gamma
+        return [t for t in trees if not self.config.rollout.filter or returns_vary(t, gamma)]
 
     def estimate(self, trees: Sequence[Tree]) -> list[estimators.Estimate]:
         """Advantages and coefficients, with constants from earlier updates only."""
@@ -595,19 +630,30 @@ def row_metrics(
     return {"diag/padding": 1 - tokens / room, "diag/repeated": 1 - unique / tokens}
 
 
+def returns_vary(tree: Tree, gamma: float) -> bool:
+    """Whether two trajectories of the tree earned different returns; masked ones have none."""
+    returns = [
+        sum(gamma**turn * action.reward for turn, action in enumerate(path))
+        for path in tree.paths()
+        if path[-1].end != "masked"
+    ]
+    return bool(returns) and max(returns) - min(returns) > 1e-9 * max(1.0, *map(abs, returns))
+
+
 def tree_metrics(trees: Sequence[Tree], gamma: float) -> dict[str, float]:
     """What the trees looked like and how their trajectories went.
 
     ``rollout/*`` are flow-weighted, so they estimate what one trajectory of the policy would give
     however often trees forked; ``rollout/length`` is in turns. ``tree/*`` are means over trees,
     ``tree/masked`` the share of trajectories lost to infrastructure failures. Beside them a run
-    logs ``tree/unstarted``, tasks that have no tree at all.
+    logs ``tree/unstarted``, tasks that have no tree at all, and ``tree/filtered``, trees that
+    ``rollout.filter`` has left out of the update and of the diagnostics, but not of these numbers.
     """
     success, returned, length, depths, masked, leaves = [], [], [], [], 0, 0
     for tree in trees:
         solved = estimators.solve(tree, gamma)
         ends = [i for i in np.flatnonzero(solved.leaf & solved.valid)]
-        turns = {id(path[-1]): len(path) for path in tree.paths()}
+        turns = {id(path[-1]): _turns(path) for path in tree.paths()}
         actions = tree.actions()
         leaves += len(turns)
         masked += sum(action.end == "masked" for action in actions)
@@ -629,6 +675,10 @@ def tree_metrics(trees: Sequence[Tree], gamma: float) -> dict[str, float]:
         "tree/depth": _mean(depths),
         "tree/masked": masked / max(leaves, 1),
     }
+
+
+def _turns(path: Sequence[Action]) -> int:
+    return sum(action.next is None or not action.next.mid_turn for action in path)
 
 
 def turn_metrics(

@@ -15,6 +15,8 @@ class Ledger:
 
     Attributes:
       decoded: tokens sampled from the policy while training; every sampled token once.
+      probed: tokens sampled to judge where to branch (probes, rollouts of an oracle) and thrown
+        away; not among the decoded ones.
       prefilled: tokens computed without sampling (prompts and observations).
       cache_saved: prefix tokens a fork did not have to compute again.
       sandbox_steps: actions executed in sandboxes.
@@ -29,6 +31,7 @@ class Ledger:
     """
 
     decoded: int = 0
+    probed: int = 0
     prefilled: int = 0
     cache_saved: int = 0
     sandbox_steps: int = 0
@@ -54,4 +57,4 @@ class Ledger:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         for name in self.state_dict():
-            setattr(self, name, int(state[name]))
+            setattr(self, name, int(state.get(name, 0)))

@@ -66,11 +66,13 @@ class Decision:
         with agents whose prompt is built anew every turn (a window of the last turns). The root is
         read so in any case. In one tree some decisions may be fresh and others not.
       entropy: nats, of the distribution of the first token to be sampled; None where not measured.
+      measure: what the branching rule judged the decision by, where that is not `entropy`: the
+        entropy of probes in nats, or the spread of the returns that were tried out.
+      inclusion: the probability, given the finished trajectory, with which a post-hoc placement
+        was to fork it; None where forks were not drawn so.
       mid_turn: the action before it is an unfinished turn. Valid where the tokens so far decide it
         (the first marker of a turn, never the last); all later tokens are sampled anew.
       planned: K, the number of children decided and charged before the first of them was sampled.
-      inclusion: probability with which this decision was chosen for a fork, given its finished
-        backbone; None where the choice was not made after the fact.
       actions: the children, in the order they were sampled. At a fork the first one is the
         backbone's own, the others are fresh.
       observation: the text behind ``context_ids``, for people.
@@ -80,9 +82,10 @@ class Decision:
     context_ids: np.ndarray = dataclasses.field(default_factory=_empty_ids)
     fresh: bool = False
     entropy: float | None = None
+    measure: float | None = None
+    inclusion: float | None = None
     mid_turn: bool = False
     planned: int = 1
-    inclusion: float | None = None
     actions: list[Action] = dataclasses.field(default_factory=list)
     observation: str = ""
     snapshot: Any = None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import itertools
 import json
 import pathlib
@@ -94,7 +95,12 @@ def run(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
     metrics = metrics_lib.MetricsWriter(workdir, step=done, tensorboard=config.log.tensorboard)
     progress = console.Progress("warmstart", start=done / last)
     fitting = Fitting()
-    batches = _batches(make_chats, Dialogue(start.tokenizer), config, fitting)
+    dialogue = Dialogue(
+        start.tokenizer,
+        thinking=config.rollout.thinking,
+        date=datetime.date.fromisoformat(config.rollout.date),
+    )
+    batches = _batches(make_chats, dialogue, config, fitting)
     sums: list[Any] = []
     status = "interrupted"
 

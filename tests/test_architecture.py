@@ -31,6 +31,7 @@ FLOORS = {
     "packing": 2,
     "layout": 2,
     "tree_files": 2,
+    "action_formats": 1,
     "tree": 1,
     "ledger": 1,
     "packaged": 1,
@@ -52,6 +53,8 @@ PEERS = {
     ("packing", "layout"),
     # The keys and what refuses their values.
     ("config", "config_checks"),
+    # The rule of branching knows which of its settings make sense together; it needs no JAX.
+    ("config_checks", "rollout"),
     # The contracts that environments fulfil are declared with the sandboxes.
     ("environments", "sandbox"),
 }

@@ -8,7 +8,8 @@ from ml_collections import config_dict
 from bpo_jax import config as config_lib
 from bpo_jax import config_checks, estimators
 from bpo_jax.models import presets
-from bpo_jax.rollout.branching import BranchingConfig
+from bpo_jax.rollout import dialogue
+from bpo_jax.rollout.branching import PLACEMENTS, BranchingConfig
 
 
 def make_config(**changes):
@@ -38,10 +39,7 @@ def test_every_key_of_the_base_is_commented():
             assert "#" in line or lines[index - 1].startswith("#"), line
 
 
-GROWN = [n for n, a in estimators.ALGORITHMS.items() if a.placements[0] in config_checks.PLACEMENTS]
-
-
-@pytest.mark.parametrize("name", GROWN)
+@pytest.mark.parametrize("name", sorted(estimators.ALGORITHMS))
 def test_every_algorithm_works_with_its_implied_values_and_ten_returns(name):
     resolved = resolve(make_config(algorithm__name=name))
     roots, b = resolved.algorithm.roots, resolved.branching
@@ -49,6 +47,11 @@ def test_every_algorithm_works_with_its_implied_values_and_ten_returns(name):
     assert (b.siblings > 1) == forks
     assert (b.forks_per_root > 0) == forks
     assert roots * (1 + b.forks_per_root * (b.siblings - 1)) == 10
+
+
+@pytest.mark.parametrize("name", sorted(estimators.ALGORITHMS))
+def test_an_algorithm_names_placements_that_exist(name):
+    assert set(estimators.ALGORITHMS[name].placements) <= set(PLACEMENTS)
 
 
 @pytest.mark.parametrize("name", sorted(estimators.ALGORITHMS))
@@ -74,6 +77,17 @@ def test_bpo_refuses_forks_chosen_after_the_fact():
     for placement in ("post_hoc_top_m", "post_hoc_ht"):
         with pytest.raises(config_lib.ConfigError, match=r"branching\.placement='post_hoc"):
             resolve(make_config(branching__placement=placement))
+
+
+def test_the_environment_is_given_the_action_format():
+    config = make_config(environment__action_format="react")
+    assert config_lib.make_environment(config).action_format == "react"
+    assert config_lib.make_environment(make_config()).action_format == "plain"
+
+
+def test_the_least_limit_of_observations_is_the_dialogues():
+    least = config_checks._AT_LEAST["rollout.observation_tokens"]
+    assert least == dialogue.LEAST_OBSERVATION
 
 
 def test_resolving_leaves_the_given_config_alone_and_locks_the_copy():
@@ -199,6 +213,20 @@ BAD = {
         {"policy__context": 16, "rollout__action_tokens": 16},
         "policy.context=16",
     ),
+    "unknown overflow": ({"rollout__overflow": "cut"}, "rollout.overflow='cut'"),
+    "a limit of observations that nothing keeps": (
+        {"rollout__observation_tokens": 100},
+        "rollout.observation_tokens=100",
+    ),
+    "a limit that leaves nothing of observations": (
+        {"rollout__overflow": "clip", "rollout__observation_tokens": 10},
+        "rollout.observation_tokens=10",
+    ),
+    "no date": ({"rollout__date": "today"}, "rollout.date='today'"),
+    "unknown action format": (
+        {"environment__action_format": "xml"},
+        "environment: unknown action format 'xml'",
+    ),
     "greedy training": ({"rollout__temperature": 0.0}, "rollout.temperature=0.0"),
     "negative temperature": ({"rollout__temperature": -1.0}, "rollout.temperature=-1.0"),
     "missing data": ({"environment__data": "/no/such/folder"}, "environment.data="),
@@ -259,6 +287,24 @@ BAD = {
         {"branching__placement": "none", "branching__nested": True},
         "branching.nested=True",
     ),
+    "fixed forks without turns": ({"branching__placement": "fixed"}, "branching.turns is empty"),
+    "fixed forks at the start": (
+        {"branching__placement": "fixed", "branching__turns": (0, 2)},
+        "branching.turns=(0, 2)",
+    ),
+    "turns of another placement": ({"branching__turns": (2,)}, "branching.turns=(2,)"),
+    "probes that nobody asks for": ({"branching__probes": 4}, "branching.probes=4"),
+    "a boundary without a marker": (
+        {"branching__boundary": "marker"},
+        "branching.markers=()",
+    ),
+    "an unknown boundary": ({"branching__boundary": "word"}, "branching.boundary='word'"),
+    "one slot, and probes": (
+        {"branching__entropy": "probe", "rollout__slots": 1},
+        "rollout.slots=1",
+    ),
+    "no sandbox threads": ({"rollout__sandbox_threads": 0}, "rollout.sandbox_threads=0"),
+    "no seconds for a sandbox": ({"rollout__step_seconds": 0.0}, "rollout.step_seconds=0.0"),
     "no checkpoint kept": ({"checkpoint__keep": 0}, "checkpoint.keep=0"),
 }
 
@@ -291,6 +337,13 @@ def test_one_root_that_forks_may_have_the_baseline():
     for baseline in (False, True):
         config = make_config(algorithm__roots=1, algorithm__baseline=baseline)
         assert resolve(config).branching.placement == "threshold"
+
+
+def test_the_markers_inside_a_turn_are_those_of_the_action_format():
+    config = make_config(branching__boundary="marker", environment__action_format="think_action")
+    assert resolve(config).branching.markers == ("<action>",)
+    config.branching.markers = ("THEN",)
+    assert resolve(config).branching.markers == ("THEN",)
 
 
 def test_rows_per_step_are_for_rloo():

@@ -125,6 +125,7 @@ def test_every_update_logs_the_agreed_numbers(finished):
             "ledger/prefilled", "ledger/cache_saved", "ledger/sandbox_steps", "ledger/forks",
             "ledger/trained_unique", "ledger/trained_flat", "ledger/returns", "ledger/updates",
             "time/rollout", "time/pack", "time/score", "time/update", "time/wall",
+            "time/wait_sandboxes", "time/wait_device", "ledger/probed", "tree/filtered",
         ):  # fmt: skip
             assert name in line
         assert line["tree/roots"] == 2
@@ -145,6 +146,44 @@ def test_a_finished_run_started_again_only_repeats_its_summary(finished, config_
     assert records(workdir) == before
     assert again["ledger"] == summary["ledger"]
     assert again["eval/success_final"] == summary["eval/success_final"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout__filter": True, "rollout__deterministic": False},
+        {"branching__entropy": "probe", "branching__probes": 3, "branching__probe_tokens": 3},
+        {"branching__placement": "oracle", "branching__oracle_rollouts": 2},
+        {"branching__boundary": "marker", "branching__markers": ("e",)},
+        {"branching__placement": "uniform", "branching__initial_length": 3.0},
+    ],
+)
+def test_other_ways_to_branch_go_through_a_whole_update(changes, config_file, tmp_path):
+    config = make_config(config_file, budget__updates=1, eval__tasks=1, **changes)
+    experiment.train(config, str(tmp_path))
+    [line] = [r for r in records(tmp_path) if r["kind"] == "train"]
+    # The tiny random policy never wins: no tree has returns that vary.
+    assert line["tree/filtered"] == (2 if changes.get("rollout__filter") else 0)
+    assert np.isfinite(line["diag/grad_norm"])
+    assert line["ledger/probed"] >= 0 and np.isfinite(line["rollout/return"])
+    if "branching__entropy" in changes or changes.get("branching__placement") == "oracle":
+        assert line["ledger/probed"] > 0
+
+
+@pytest.mark.parametrize(
+    ("tree", "gamma", "vary"),
+    [
+        (trees.tree(trees.leaf(1.0), trees.leaf(0.0)), 1.0, True),
+        (trees.tree(trees.leaf(0.3), trees.leaf(0.3)), 1.0, False),
+        (trees.tree(trees.leaf(1.0), trees.masked()), 1.0, False),
+        (trees.tree(trees.masked()), 1.0, False),
+        (trees.tree(trees.edge(trees.leaf(1.0), trees.leaf(0.0))), 1.0, True),
+        (trees.tree(trees.edge(trees.leaf(0.1), reward=0.2), trees.leaf(0.3)), 1.0, False),
+        (trees.tree(trees.edge(trees.leaf(1.0)), trees.leaf(1.0)), 0.9, True),
+    ],
+)
+def test_trees_to_learn_from_are_those_whose_returns_vary(tree, gamma, vary):
+    assert experiment.returns_vary(tree, gamma) == vary
 
 
 def test_another_algorithm_does_not_resume_it(finished, config_file):
@@ -207,6 +246,30 @@ def test_a_prompt_beyond_the_context_is_refused_before_anything_is_grown(config_
     config = make_config(config_file, policy__context=40)
     with pytest.raises(config_lib.ConfigError, match=r"policy\.context=40"):
         experiment.train(config, str(tmp_path))
+
+
+def test_turns_end_with_any_end_of_the_model_and_dialogues_are_checked(
+    config_file, tmp_path, monkeypatch
+):
+    folder = tiny_policy.write(tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1]}))
+    settings = {
+        "policy__preset": str(folder),
+        "rollout__check_dialogue": True,
+        "rollout__overflow": "clip",
+        "rollout__observation_tokens": 64,
+    }
+    run = experiment.Run(make_config(config_file, **settings), str(tmp_path))
+    assert run.dialogue.stop_ids == (0, 1)
+    check, checked = run.dialogue.check_tree, []
+
+    def watch(tree, prompt):
+        checked.append(tree)
+        check(tree, prompt)
+
+    monkeypatch.setattr(run.dialogue, "check_tree", watch)
+    assert run.grow() == checked
+    assert any(len(path) > 1 for tree in checked for path in tree.paths())
 
 
 def main_command(config_file, workdir, *settings):

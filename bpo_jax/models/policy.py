@@ -28,12 +28,14 @@ class Policy:
       graphdef: the static half of the module.
       params: the parameters, a plain pytree.
       tokenizer: with a chat template.
+      stop_ids: end what the model writes, by the configuration beside its tokenizer; may be empty.
     """
 
     config: decoder.DecoderConfig
     graphdef: nnx.GraphDef
     params: decoder.Params
     tokenizer: transformers.PreTrainedTokenizerBase
+    stop_ids: tuple[int, ...] = ()
 
     def with_params(self, params: decoder.Params) -> Policy:
         """The same policy with other parameters."""
@@ -101,9 +103,16 @@ def load(
         graphdef, params = decoder.init(config, seed, places)
     else:
         _, params = weights.load(source, config, shardings=places)
-    words = tokenizer_lib.load(hub.local(tokenizer, weights=False) if tokenizer else source)
+    words_source = hub.local(tokenizer, weights=False) if tokenizer else source
+    words = tokenizer_lib.load(words_source)
     if len(words) > config.vocab_size:
         raise ValueError(
             f"the tokenizer has {len(words)} ids, but the model only {config.vocab_size}"
         )
-    return Policy(config=config, graphdef=graphdef, params=params, tokenizer=words)
+    return Policy(
+        config=config,
+        graphdef=graphdef,
+        params=params,
+        tokenizer=words,
+        stop_ids=tokenizer_lib.stop_ids(words_source),
+    )

@@ -7,6 +7,7 @@ and one on the policy's turn, which ends with the stop token.
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 from collections.abc import Iterable
@@ -98,3 +99,28 @@ def load(path: str | pathlib.Path) -> transformers.PreTrainedTokenizerFast:
             f"{' '.join(str(error).split())}); mend chat_template in tokenizer_config.json"
         ) from error
     return tokenizer
+
+
+def stop_ids(folder: str | pathlib.Path) -> tuple[int, ...]:
+    """The ids that end what a model writes, by the ``eos_token_id`` of its configuration.
+
+    Of ``generation_config.json``, where models name them all, or else of ``config.json``; empty
+    where there is neither or none is named.
+
+    Raises:
+      ValueError: a damaged file.
+    """
+    for name in ("generation_config.json", "config.json"):
+        path = pathlib.Path(folder) / name
+        if not path.is_file():
+            continue
+        try:
+            found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            ids = [] if found is None else found if isinstance(found, list) else [found]
+            if not all(type(i) is int and i >= 0 for i in ids):
+                raise TypeError(f"eos_token_id={found!r} is neither an id nor a list of them")
+        except (ValueError, AttributeError, TypeError) as error:
+            raise ValueError(f"{path}: {' '.join(str(error).split())}; fetch it again") from error
+        if ids:
+            return tuple(ids)
+    return ()

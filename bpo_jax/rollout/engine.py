@@ -326,16 +326,15 @@ class PagedEngine:
             del self._asks[answer.branch]
         waiting = [line for line in self._asked() if self._must_prefill(line)]
         speaking = len(self._asks) - len(waiting)
-        # A batch that is nearly full is worth waiting for, but not for ever.
-        if waiting:
-            answers += self._prefill_some(waiting)
+        # Whoever has been read is about to speak: a call that samples costs much the same for few
+        # branches as for many, so it waits for them, but not for ever.
+        if waiting and not (speaking and self._prefills >= MOST_PREFILLS):
             self._prefills += 1
-        if speaking and (
-            not waiting or speaking >= len(waiting) or self._prefills >= MOST_PREFILLS
-        ):
+            return answers + self._prefill_some(waiting)
+        if speaking and not answers:
             self._prefills = 0
             ready = [line for line in self._asked() if not self._must_prefill(line)]
-            answers += self._sample_some(ready)
+            return self._sample_some(ready)
         return answers
 
     def warmup(self) -> int:

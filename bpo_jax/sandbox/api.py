@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from bpo_jax.action_formats import InvalidAction as InvalidAction
+
 Snapshot = Any
 """An opaque, immutable handle of one state; only the backend that made it can read it."""
 
@@ -41,19 +43,6 @@ class StepResult:
     truncated: bool = False
     infra_error: str | None = None
     info: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class InvalidAction:
-    """What a turn is when no action can be read from it.
-
-    Attributes:
-      reason: shown to the policy.
-      penalty: what such a turn costs by the rules of the task.
-    """
-
-    reason: str
-    penalty: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +91,14 @@ class Sandbox(Protocol):
 
 
 class Backend(Protocol):
-    """Starts and forks sandboxes."""
+    """Starts and forks sandboxes.
+
+    Attributes:
+      inline: its sandboxes answer in microseconds and are not worth a thread.
+    """
+
+    @property
+    def inline(self) -> bool: ...
 
     def start(self, task: Task) -> Sandbox: ...
 

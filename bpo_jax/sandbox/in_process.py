@@ -7,7 +7,7 @@ constructor call: no process, no file, microseconds.
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from bpo_jax.sandbox import api
 
@@ -29,6 +29,7 @@ class InProcessBackend:
     """
 
     environment: api.Environment
+    inline: ClassVar[bool] = True
 
     def start(self, task: api.Task) -> api.Sandbox:
         """A fresh sandbox of the task; call its `reset` before any step."""

@@ -54,3 +54,34 @@ def test_a_damaged_tokenizer_is_refused_by_name(case, folder):
         tokenizer.load(folder)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("files", "ids"),
+    [
+        ({}, ()),
+        ({"config.json": {"model_type": "qwen2"}}, ()),
+        ({"config.json": {"eos_token_id": 7}}, (7,)),
+        (
+            {
+                "generation_config.json": {"eos_token_id": [9, 7]},
+                "config.json": {"eos_token_id": 7},
+            },
+            (9, 7),
+        ),
+        ({"generation_config.json": {}, "config.json": {"eos_token_id": 7}}, (7,)),
+    ],
+)
+def test_the_ends_of_a_model_are_those_of_its_configuration(files, ids, tmp_path):
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert tokenizer.stop_ids(tmp_path) == ids
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"eos_token_id": "<|end|>"}', '{"eos_token_id": [-1]}']
+)
+def test_a_damaged_configuration_of_ends_is_refused_by_name(content, tmp_path):
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"generation_config\.json: .*; fetch it again"):
+        tokenizer.stop_ids(tmp_path)

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from bpo_jax.ledger import Ledger
-from bpo_jax.rollout import grower, rounds
 from bpo_jax.rollout.api import Answer, Turn
 from bpo_jax.rollout.branching import Branching
 from bpo_jax.sandbox import api
-from tests.rollout import toys
+from tests.rollout import scripted, toys
 
 
 def test_every_action_is_scored_as_a_full_forward_pass_of_its_whole_path_says():
@@ -100,58 +99,40 @@ def test_without_nesting_only_the_first_child_of_a_fork_forks_again():
     assert forks > 4
 
 
-class _Watched(Branching):
-    """Records, at each decision, what had been sampled there."""
+def test_forks_are_charged_before_any_child_is_sampled():
+    events: list[tuple] = []
+    engine = scripted.Engine(events=events)
 
-    def __init__(self, config):
-        super().__init__(config)
-        self.calls = []
+    class Watched(Branching):
+        def decide(self, path, measure, budget):
+            before = budget.tree
+            children = super().decide(path, measure, budget)
+            assert path.turn >= 1 and budget.tree == before + (children > 1)
+            events.append(("decide", children))
+            return children
 
-    def decide(self, path, entropy, budget):
-        before = (budget.tree, dict(budget.roots))
-        children = super().decide(path, entropy, budget)
-        self.calls.append((path, entropy, before, budget.tree, children))
-        return children
-
-
-def test_forks_are_charged_before_any_child_is_sampled(monkeypatch):
-    engine = toys.make_engine()
-    rule = _Watched(toys.branching(siblings=3).config)
-    events = []
-    decide = rule.decide
-    monkeypatch.setattr(
-        grower, "say_all", lambda *a: (events.append("sample"), rounds.say_all(*a))[1]
-    )
-    monkeypatch.setattr(rule, "decide", lambda *a: (events.append("decide"), decide(*a))[1])
-    [tree] = toys.grow(n=1, roots=1, rule=rule, engine=engine)
-    # With one task the backbone's decisions alternate with the rounds that sample them.
-    depth = len(toys.paths(tree)[0])
-    assert events[: 2 * depth - 1] and events[0] == "sample"
-    for path, _, before, after, children in rule.calls:
-        assert after == before[0] + (children > 1)
-        assert path.turn >= 1
-    assert len(tree.forks()) == rule.calls[-1][3] > 0
+    rule = Watched(toys.branching(siblings=3).config)
+    trees = toys.grow(n=3, roots=2, rule=rule, engine=engine)
+    assert sum(len(t.forks()) for t in trees) == sum(e == ("decide", 3) for e in events) > 0
+    for at, event in enumerate(events):
+        if event == ("decide", 3):
+            kind, branch = events[at + 1]
+            spoken = events.index(("say", branch), at)
+            assert kind == "fork" and events[at:spoken].count(("fork", branch)) == 2
 
 
-def test_the_number_of_children_does_not_depend_on_what_is_sampled_below(monkeypatch):
-    """Changes the actions sampled at one decision: it and all before it stay as they were."""
+def test_the_number_of_children_does_not_depend_on_what_is_sampled_below():
+    """Changes all that is sampled from one decision on: it and all before it stay as they were."""
     rule = toys.branching(siblings=3, forks_per_root=1, min_gap=2)
-    [tree] = toys.grow(n=1, roots=1, rule=rule)
-    at = next(i for i, (d, _) in enumerate(toys.paths(tree)[0]) if d.planned > 1)
-    engine = toys.make_engine()
-    batches = []
-
-    def tampered(engine, branches, limits):
-        batches.append(len(branches))
-        turns = rounds.say_all(engine, branches, limits)
-        if len(batches) == at + 1:
-            for turn in turns:
-                turn.token_ids[:] = np.maximum((turn.token_ids + 5) % 24, 4)
-        return turns
-
-    monkeypatch.setattr(grower, "say_all", tampered)
-    [other] = toys.grow(n=1, roots=1, rule=rule, engine=engine)
-    for (a, _), (b, _) in zip(toys.paths(tree)[0][: at + 1], toys.paths(other)[0], strict=False):
+    trees = toys.grow(n=6, roots=1, rule=rule, engine=scripted.Engine())
+    tree = next(t for t in trees if t.forks())
+    backbone = toys.paths(tree)[0]
+    at = next(i for i, (d, _) in enumerate(backbone) if d.planned > 1)
+    length = sum(len(d.context_ids) for d, _ in backbone[: at + 1])
+    length += sum(len(a.token_ids) for _, a in backbone[:at])
+    others = toys.grow(n=6, roots=1, rule=rule, engine=scripted.Engine(salt_from=length))
+    other = others[trees.index(tree)]
+    for (a, _), (b, _) in zip(backbone[: at + 1], toys.paths(other)[0], strict=False):
         assert (a.planned, a.context_ids.tolist()) == (b.planned, b.context_ids.tolist())
     fork, changed = (toys.paths(t)[0][at][0] for t in (tree, other))
     assert [a.token_ids.tolist() for a in fork.actions] != [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import time
 from collections.abc import Sequence
 
 import jax
@@ -18,7 +19,8 @@ from bpo_jax.rollout import sampling
 from bpo_jax.rollout.api import Engine
 from bpo_jax.rollout.branching import Branching, BranchingConfig
 from bpo_jax.rollout.engine import PagedEngine, Shapes
-from bpo_jax.rollout.grower import Grower, Limits
+from bpo_jax.rollout.grower import Grower
+from bpo_jax.rollout.lines import Limits
 from bpo_jax.sandbox.api import InfraError, InvalidAction, StepResult, Task
 from bpo_jax.tree import Action, Decision, Tree
 
@@ -122,9 +124,14 @@ class NumberDialogue:
         ids = [i for m in messages for i in (self.USER, *self._ids(m["content"]))]
         return np.array([*ids, self.REPLY], np.int32)
 
-    def observation_ids(self, observation: str, *, stopped: bool) -> np.ndarray:
+    def observation_ids(
+        self, observation: str, *, stopped: bool, room: int | None = None
+    ) -> np.ndarray:
         forced = [] if stopped else [STOP]
         return np.array([*forced, self.USER, *self._ids(observation), self.REPLY], np.int32)
+
+    def shown(self, observation: str, *, stopped: bool, room: int | None = None) -> str:
+        return observation
 
     def text(self, token_ids) -> str:
         return " ".join(str(i) for i in token_ids if i != STOP)
@@ -158,6 +165,8 @@ class ScriptedSandbox:
 
     def __init__(self, environment, task, past=()):
         self.environment, self.task, self.past = environment, task, tuple(past)
+        environment.opened += 1
+        self.closed = False
 
     def reset(self) -> StepResult:
         return StepResult(observation=f"{_digest(self.task.id) % 20} 7")
@@ -178,12 +187,15 @@ class ScriptedSandbox:
         )
 
     def snapshot(self):
+        self.environment.taken += 1
         return (self.task.id, self.past)
 
     def state_hash(self) -> str:
         return str(_digest(self.past))
 
     def close(self) -> None:
+        assert not self.closed
+        self.closed = True
         self.environment.closed += 1
 
 
@@ -191,12 +203,13 @@ class ScriptedEnvironment:
     """An environment and its own backend."""
 
     max_turns = 8
+    inline = True
 
     def __init__(self, faults: Faults | None = None, invalid_every: int = 0):
         self.faults = faults or Faults()
         self.invalid_every = invalid_every
         self.started: list[str] = []
-        self.released = self.closed = 0
+        self.opened = self.closed = self.taken = self.released = 0
 
     def start(self, task: Task) -> ScriptedSandbox:
         self.started.append(task.id)
@@ -237,6 +250,9 @@ def grow(
     seed: int = 0,
     ledger: Ledger | None = None,
     temperature: float = 1.0,
+    threads: int = 4,
+    deterministic: bool = True,
+    clock=time.monotonic,
     **limits,
 ) -> list[Tree]:
     environment = environment or ScriptedEnvironment()
@@ -246,6 +262,9 @@ def grow(
         engines=engines or [engine or shared_engine()],
         dialogue=NumberDialogue(),
         limits=Limits(**({"max_turns": 6, "max_turn_tokens": 6, "context": 96} | limits)),
+        threads=threads,
+        deterministic=deterministic,
+        clock=clock,
     )
     return grower.grow(
         tasks(n),

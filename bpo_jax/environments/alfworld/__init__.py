@@ -21,6 +21,7 @@ def make(
     kinds: Sequence[str] = KINDS,
     held_out: int = 200,
     protocol: str = "plain",
+    action_format: str | None = None,
     max_turns: int | None = None,
     expert_knows_homes: bool = False,
     expert_idleness: float = 0.0,
@@ -33,6 +34,7 @@ def make(
       kinds: the kinds of task to play.
       held_out: number of generated games in each evaluation split.
       protocol: how game and policy talk.
+      action_format: how an action stands in a turn; None for the protocol's own.
       max_turns: None for the protocol's own length.
       expert_knows_homes: whether the demonstrator searches the likely places first.
       expert_idleness: probability that one of the demonstrator's commands is idle; below 1.
@@ -48,6 +50,7 @@ def make(
         kinds=tuple(kinds),
         held_out=held_out,
         protocol=protocol,
+        action_format=action_format or "",
         max_turns=max_turns or 0,
         expert_knows_homes=expert_knows_homes,
         expert_idleness=expert_idleness,

@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from bpo_jax import action_formats
 from bpo_jax.environments.alfworld import engine, loader
 from bpo_jax.environments.alfworld.expert import Searcher
 from bpo_jax.environments.alfworld.game import Game, State
@@ -37,6 +38,8 @@ class AlfworldEnvironment:
       kinds: the kinds of task to play, of `generator.KINDS`.
       held_out: number of generated games in each of "valid" and "test".
       protocol: how game and policy talk, a key of `protocols.PROTOCOLS`.
+      action_format: how an action stands in a turn, a key of `action_formats.FORMATS`; empty for
+        the protocol's own.
       max_turns: turns after which an episode is truncated; 0 for the protocol's own length.
       expert_knows_homes: the demonstrator searches first where the object can be at all.
       expert_idleness: probability that one of the demonstrator's commands is idle; below 1.
@@ -50,6 +53,7 @@ class AlfworldEnvironment:
     kinds: tuple[str, ...] = KINDS
     held_out: int = 200
     protocol: str = "plain"
+    action_format: str = ""
     max_turns: int = 0
     expert_knows_homes: bool = False
     expert_idleness: float = 0.0
@@ -65,6 +69,9 @@ class AlfworldEnvironment:
             raise ValueError(
                 f"unknown protocol {self.protocol!r}: expected one of {', '.join(PROTOCOLS)}"
             )
+        if not self.action_format:
+            object.__setattr__(self, "action_format", self.rules.action_format)
+        action_formats.named(self.action_format)
         if not 1 <= self.held_out <= _MOST_HELD_OUT:
             raise ValueError(f"expected 1 <= held_out <= {_MOST_HELD_OUT}, got {self.held_out}")
         if not 0.0 <= self.expert_idleness < 1.0:
@@ -80,6 +87,16 @@ class AlfworldEnvironment:
     def rules(self) -> Protocol:
         """The protocol spoken."""
         return PROTOCOLS[self.protocol]
+
+    @property
+    def format(self) -> action_formats.ActionFormat:
+        """How an action stands in a turn."""
+        return action_formats.named(self.action_format)
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts of a turn at whose end it may branch; see `action_formats.ActionFormat`."""
+        return self.format.markers
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -122,20 +139,24 @@ class AlfworldEnvironment:
         return AlfworldSandbox(self, task.payload)
 
     def prompt(self, task: api.Task, first_observation: str) -> Sequence[api.Message]:
-        """One user message: the protocol's instructions, if it has any, and the observation."""
-        parts = [part for part in (self.rules.instructions, first_observation) if part]
-        return [{"role": "user", "content": "\n\n".join(parts)}]
+        """The instructions, where there are any, as a system message; the observation as a user's.
+
+        The protocol says what to do, the action format how to write it.
+        """
+        told = "\n\n".join(part for part in (self.rules.aim, self.format.instructions) if part)
+        system = [{"role": "system", "content": told}] if told else []
+        return system + [{"role": "user", "content": first_observation}]
 
     def parse(self, text: str) -> str | api.InvalidAction:
-        """The command in a turn of the protocol; an unreadable one has the protocol's penalty."""
-        command = self.rules.parse(text)
+        """The command in a turn; an unreadable one has the protocol's penalty."""
+        command = self.format.parse(text)
         if isinstance(command, api.InvalidAction):
             return dataclasses.replace(command, penalty=self.rules.invalid_penalty)
-        return command
+        return command.lower() if self.rules.lower_case else command
 
     def turn(self, command: str, thought: str = "") -> str:
         """A turn that `parse` reads as the command; what a policy is cloned from."""
-        return self.rules.turn(command, thought)
+        return self.format.write(command, thought)
 
     def expert(self, task: api.Task, seed: int) -> Searcher:
         """A player of the game that goes by what it sees."""

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from bpo_jax.action_formats import FORMATS
 from bpo_jax.environments import alfworld
 from bpo_jax.environments.alfworld.generator import KINDS
 from bpo_jax.sandbox.api import InvalidAction
@@ -163,7 +164,7 @@ def test_readable_turns(protocol, text, command):
         ("gigpo", "<action>look</action>", "between <think>"),
         ("gigpo", "<think>a</think>look", "between <action>"),
         ("gigpo", "<think>a</think><action> </action>", "between <action>"),
-        ("gigpo", "<think>a</think><action>look</action><action>help</action>", "one command"),
+        ("gigpo", "<think>a</think><action>look</action><action>help</action>", "one action"),
     ],
 )
 def test_unreadable_turns(protocol, text, reason):
@@ -178,9 +179,28 @@ def test_turn_is_what_parse_reads(protocol):
     assert environment.parse(environment.turn("look", "Where am I?")) == "look"
 
 
+@pytest.mark.parametrize("protocol", ["plain", "bpo", "gigpo"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_any_action_format_goes_with_any_protocol(protocol, name):
+    environment, task, _, first = _started(protocol=protocol, action_format=name)
+    *told, asked = environment.prompt(task, first.observation)
+    assert asked == {"role": "user", "content": first.observation}
+    system = told[0]["content"] if told else ""
+    assert FORMATS[name].instructions in system
+    assert bool(told) == (protocol != "plain" or name != "plain")
+    assert environment.parse(environment.turn("look", "Where am I?")) == "look"
+    assert environment.markers == FORMATS[name].markers
+
+
+def test_an_unreadable_turn_costs_what_the_protocol_says():
+    assert alfworld.make(protocol="gigpo").parse("look").penalty == 0.1
+    assert alfworld.make(protocol="bpo").parse("").penalty == 0.0
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"action_format": "xml"}, "unknown action format 'xml': expected one of plain, "),
         ({"size": "huge"}, "unknown size 'huge'"),
         ({"protocol": "chat"}, "unknown protocol 'chat': expected one of plain, bpo, gigpo"),
         ({"kinds": ("heat", "toast")}, "expected kinds to be some of put"),
