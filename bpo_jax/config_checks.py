@@ -347,6 +347,14 @@ def _branching(
                 config, f"branching.{key}",
                 f"belongs to branching.{other}={value!r}, which is {branching[other]!r}",
             )  # fmt: skip
+    if branching.placement == "post_hoc_ht":
+        for key in ("forks_per_tree", "min_gap", "min_gap_tokens"):
+            if branching[key] != defaults[key]:
+                _fail(
+                    config, f"branching.{key}",
+                    "branching.placement='post_hoc_ht' draws every fork independently of the "
+                    "others; leave it unset",
+                )  # fmt: skip
     alone = roots == 1 and not config.algorithm.baseline
     if branching.placement != "none" and branching.siblings == 1:
         _fail(

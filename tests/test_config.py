@@ -167,6 +167,10 @@ BAD = {
         {"algorithm__name": "gigpo", "algorithm__omega": -1.0},
         "algorithm.omega=-1.0",
     ),
+    "a limit on forks that are drawn independently": (
+        {"algorithm__name": "post_hoc_ht", "branching__forks_per_tree": 3},
+        "branching.forks_per_tree=3",
+    ),
     "unknown ratio": ({"loss__ratio": "turn"}, "loss.ratio='turn'"),
     "importance cap 0": ({"loss__importance_cap": 0.0}, "loss.importance_cap=0.0"),
     "a critic's loss without a critic": ({"loss__value_weight": 0.5}, "loss.value_weight=0.5"),
