@@ -145,8 +145,8 @@ _AT_LEAST: dict[str, float] = {
     "warmstart.row_length": 128, "warmstart.warmup": 0,
     "warmstart.observation_weight": 0, "warmstart.vocab_size": 260,
     "warmstart.tokenizer_chats": 1, "warmstart.checkpoint_every": 1, "export.step": 0,
-    "rollout.observation_tokens": 64,  # the dialogue's LEAST_OBSERVATION
     "log.gradient_directions": 0,
+    "rollout.observation_tokens": 64,  # the dialogue's LEAST_OBSERVATION
 }  # fmt: skip
 _AT_MOST: dict[str, float] = {
     "seed": 2**32 - 1, "cpu_devices": 1024, "rollout.retries": 1000, "rollout.slots": 2**20,
@@ -330,7 +330,7 @@ def _branching(
     if branching.placement not in allowed:
         _fail(
             config, "branching.placement",
-            f"algorithm.name={name!r} expects one of {', '.join(allowed) or 'none that exists'}",
+            f"algorithm.name={name!r} expects one of {', '.join(allowed)}",
         )  # fmt: skip
     if branching.placement == "none":
         never = f"algorithm.name={name!r} with placement 'none' never forks; leave it unset"
@@ -347,6 +347,14 @@ def _branching(
                 config, f"branching.{key}",
                 f"belongs to branching.{other}={value!r}, which is {branching[other]!r}",
             )  # fmt: skip
+    if branching.placement == "post_hoc_ht":
+        for key in ("forks_per_tree", "min_gap", "min_gap_tokens"):
+            if branching[key] != defaults[key]:
+                _fail(
+                    config, f"branching.{key}",
+                    "branching.placement='post_hoc_ht' draws every fork independently of the "
+                    "others; leave it unset",
+                )  # fmt: skip
     alone = roots == 1 and not config.algorithm.baseline
     if branching.placement != "none" and branching.siblings == 1:
         _fail(
@@ -558,9 +566,9 @@ def _choices(config: config_dict.ConfigDict) -> None:
         "policy.param_dtype": ("float32", "bfloat16"),
         "policy.remat": ("none", "dots", "full"),
         "export.dtype": (None, "float32", "bfloat16"),
-        "rollout.overflow": ("end", "clip"),
         "algorithm.propagate": (None, *bpo_paper.PROPAGATE),
         "loss.ratio": ("token", "action"),
+        "rollout.overflow": ("end", "clip"),
         "loss.kl_estimator": ("k1", "k2", "k3"),
         "optimizer.schedule": ("constant", "cosine"),
     }.items():

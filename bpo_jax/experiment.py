@@ -104,7 +104,7 @@ def train(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
                     minibatches = run.pack(kept, estimates)
                 with timer("score"):
                     minibatches = run.score(minibatches)
-                    scores = run.probe(trees)
+                    scores = run.probe(kept)
                 with interrupt.shield():
                     with timer("update"):
                         numbers = run.update(kept, minibatches)
@@ -114,7 +114,7 @@ def train(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
                     numbers |= estimators.tree_diagnostics(
                         kept, estimates, gamma=config.algorithm.gamma
                     )
-                    numbers |= turn_metrics(trees, config.algorithm.gamma, scores)
+                    numbers |= turn_metrics(kept, config.algorithm.gamma, scores)
                     run.learn_constants(trees, numbers)
                     run.elapsed = clock()
                     run.commit()

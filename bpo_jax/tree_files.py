@@ -6,8 +6,8 @@ numbers of the arrays belong to what:
 
     {"format": "bpo_jax trees", "version": 1, "trees": [
       {"task_id": ..., "info": {...}, "decisions": [
-        {"context": 12, "fresh": false, "entropy": 0.7, "mid_turn": false, "planned": 2,
-         "measure": null, "inclusion": null, "observation": "...", "actions": [
+        {"context": 12, "fresh": false, "entropy": 0.7, "measure": null, "inclusion": null,
+         "mid_turn": false, "planned": 2, "observation": "...", "actions": [
            {"tokens": 5, "text": "...", "reward": 0.0, "end": null, "next": 1, "info": {...}}, ...
          ]}, ...]}, ...]}
 
@@ -40,6 +40,7 @@ _DTYPES = {
     "entropies": np.dtype(np.float32),
 }
 _OF_ACTIONS = ("token_ids", "logprobs", "entropies")
+_MEASURES = ("entropy", "measure", "inclusion")
 _ENDS = (None, *typing.get_args(End))
 
 
@@ -165,11 +166,9 @@ def _describe_decision(
     return {
         "context": len(decision.context_ids),
         "fresh": bool(decision.fresh),
-        "entropy": _number(decision.entropy, f"{where}: entropy"),
+        **{name: _number(getattr(decision, name), f"{where}: {name}") for name in _MEASURES},
         "mid_turn": bool(decision.mid_turn),
         "planned": int(decision.planned),
-        "measure": _number(decision.measure, f"{where}: measure"),
-        "inclusion": _number(decision.inclusion, f"{where}: inclusion"),
         "observation": decision.observation,
         "actions": actions,
     }
@@ -315,11 +314,9 @@ class _Reader:
         return Decision(
             context_ids=self.arrays["context_ids"][start : self.contexts].copy(),
             fresh=self.field(entry, "fresh", bool, where),
-            entropy=self.field(entry, "entropy", float, where, optional=True),
+            **{name: self.field(entry, name, float, where, optional=True) for name in _MEASURES},
             mid_turn=self.field(entry, "mid_turn", bool, where),
             planned=self.field(entry, "planned", int, where),
-            measure=self.field(entry, "measure", float, where, optional=True),
-            inclusion=self.field(entry, "inclusion", float, where, optional=True),
             observation=self.field(entry, "observation", str, where),
         )
 

@@ -56,17 +56,17 @@ def test_sampling_is_reported_for_every_batch_and_for_forks():
     assert 1 <= result["forks"]["pages_per_unique"] < 2
 
 
-def test_slow_sandboxes_are_compared_with_fast_ones():
-    args = argparse.Namespace(repeats=1, branches=4, turns=2, tokens=4)
-    result = sandbox_latency.run(args, TINY)
-    assert result["tokens_per_s"] > 0 and result["tokens_per_s_without_latency"] > 0
-    # A policy this small has nothing to do while its sandboxes are at work.
-    assert result["ratio"] < 0.5 < result["engine_idle"]
-
-
 def test_every_claim_about_bias_holds_and_stands_in_the_docs():
     results = [estimator_bias.measure(case, problems=5) for case in estimator_bias.CASES]
     assert [r for r in results if not r["holds"]] == []
     assert {r["algorithm"] for r in results} == set(ALGORITHMS)
     page = pathlib.Path(__file__).parents[1] / "docs" / "estimators.md"
     assert estimator_bias.markdown(results) in page.read_text(encoding="utf-8")
+
+
+def test_slow_sandboxes_are_compared_with_fast_ones():
+    args = argparse.Namespace(repeats=1, branches=4, turns=2, tokens=4)
+    result = sandbox_latency.run(args, TINY)
+    assert result["tokens_per_s"] > 0 and result["tokens_per_s_without_latency"] > 0
+    # A policy this small has nothing to do while its sandboxes are at work.
+    assert result["ratio"] < 0.5 < result["engine_idle"]

@@ -9,7 +9,7 @@ from bpo_jax import config as config_lib
 from bpo_jax import config_checks, estimators
 from bpo_jax.models import presets
 from bpo_jax.rollout import dialogue
-from bpo_jax.rollout.branching import BranchingConfig
+from bpo_jax.rollout.branching import PLACEMENTS, BranchingConfig
 
 
 def make_config(**changes):
@@ -47,6 +47,11 @@ def test_every_algorithm_works_with_its_implied_values_and_ten_returns(name):
     assert (b.siblings > 1) == forks
     assert (b.forks_per_root > 0) == forks
     assert roots * (1 + b.forks_per_root * (b.siblings - 1)) == 10
+
+
+@pytest.mark.parametrize("name", sorted(estimators.ALGORITHMS))
+def test_an_algorithm_names_placements_that_exist(name):
+    assert set(estimators.ALGORITHMS[name].placements) <= set(PLACEMENTS)
 
 
 @pytest.mark.parametrize("name", sorted(estimators.ALGORITHMS))
@@ -161,6 +166,10 @@ BAD = {
     "negative omega": (
         {"algorithm__name": "gigpo", "algorithm__omega": -1.0},
         "algorithm.omega=-1.0",
+    ),
+    "a limit on forks that are drawn independently": (
+        {"algorithm__name": "post_hoc_ht", "branching__forks_per_tree": 3},
+        "branching.forks_per_tree=3",
     ),
     "unknown ratio": ({"loss__ratio": "turn"}, "loss.ratio='turn'"),
     "importance cap 0": ({"loss__importance_cap": 0.0}, "loss.importance_cap=0.0"),

@@ -352,6 +352,23 @@ def test_a_critic_is_trained_beside_the_policy_and_alone_at_first(config_file, t
     assert any(name.endswith("/gradient_variance_forked") for name in second)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(estimators.ALGORITHMS))
+def test_every_algorithm_trains_on_the_trees_it_implies(name, config_file, tmp_path):
+    config = make_config(
+        config_file, algorithm__name=name, algorithm__roots=None, branching__forks_per_root=None,
+        branching__siblings=None, branching__min_gap=2, rollout__invalid_penalty=0.5,
+        budget__updates=2,
+    )  # fmt: skip
+    summary = experiment.train(config, str(tmp_path))
+    assert summary["status"] == "finished"
+    last = [r for r in records(tmp_path) if r["kind"] == "train"][-1]
+    assert last["diag/skipped"] == 0
+    assert np.isfinite(last["loss/policy"])
+    if config.branching.placement == "none":
+        assert last["tree/forks"] == 0.0
+
+
 def bare_run(**algorithm):
     """A run without a policy, for what it does with trees once they are grown."""
     run = object.__new__(experiment.Run)

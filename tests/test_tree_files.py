@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import tempfile
@@ -47,21 +48,20 @@ def any_tree(draw):
 def content(tree: Tree):
     """Everything in a tree, arrays as their bytes."""
 
-    def decision(d: Decision):
-        return [
-            np.asarray(d.context_ids).tobytes(), d.context_ids.dtype, d.fresh, d.entropy,
-            d.mid_turn, d.planned, d.measure, d.inclusion, d.observation,
-            [action(a) for a in d.actions],
-        ]  # fmt: skip
+    def fields(x):
+        names = [f.name for f in dataclasses.fields(x) if f.name != "snapshot"]
+        return {name: plain(getattr(x, name)) for name in names}
 
-    def action(a: Action):
-        arrays = [a.token_ids, a.logprobs, a.entropies]
-        below = None if a.next is None else decision(a.next)
-        return [
-            [(x.tobytes(), x.dtype) for x in arrays], a.text, repr(a.reward), a.end, a.info, below,
-        ]  # fmt: skip
+    def plain(x):
+        if isinstance(x, np.ndarray):
+            return x.dtype, x.tobytes()
+        if isinstance(x, Decision | Action):
+            return fields(x)
+        if isinstance(x, list):
+            return [plain(y) for y in x]
+        return repr(x)  # tells -0.0 from 0.0, and True from 1
 
-    return [tree.task_id, tree.info, decision(tree.root)]
+    return fields(tree)
 
 
 def there_and_back(trees):

@@ -73,4 +73,9 @@ def estimate(tree: tree_lib.Tree, *, gamma: float = 1.0) -> api.Estimate:
     )
 
 
-ALGORITHM = api.Algorithm(name="vineppo", estimate=estimate, placements=api.PREDICTABLE)
+ALGORITHM = api.Algorithm(
+    name="vineppo",
+    estimate=estimate,
+    # Evenly spaced: with as many forks a root as there are turns, at every decision, as published.
+    placements=("uniform", "fixed", "threshold", "random", "oracle"),
+)

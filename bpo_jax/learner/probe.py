@@ -24,7 +24,7 @@ from bpo_jax.learner.update import Learner
 from bpo_jax.packing import TreeBatch
 from bpo_jax.tree import Tree
 
-RELATIVE_STEP = 1e-2
+RELATIVE_STEP = 3e-3
 """Of a parameter tensor's size: large against rounding, small against what bends."""
 
 

@@ -157,7 +157,7 @@ class RecoverableSandbox:
     def _fresh(self) -> tuple[api.Sandbox, api.StepResult]:
         sandbox = self._call(lambda: self.backend.start(self.task), late=_close)
         try:
-            first = self._call(sandbox.reset, late=lambda _: _close(sandbox))
+            first = self._call(sandbox.reset, held=sandbox)
             if first.infra_error is not None:
                 raise api.InfraError(first.infra_error)
         except _Overdue:
@@ -195,26 +195,33 @@ class RecoverableSandbox:
                     or f"replaying {action!r} gave {result.observation!r}, not {observed!r}"
                 )
 
-    def _call(self, call: Callable[[], T], late: Callable[[T], None] | None = None) -> T:
+    def _call(
+        self,
+        call: Callable[[], T],
+        *,
+        late: Callable[[T], None] | None = None,
+        held: api.Sandbox | None = None,
+    ) -> T:
         """The call's result, waited for no longer than is allowed.
 
         Args:
           call: to the backend or to a sandbox.
-          late: what becomes of a result that nobody waits for any more; None: the call was to
-            this branch's sandbox, which is closed then.
+          late: what becomes of a result that nobody waits for any more.
+          held: the sandbox that the call keeps busy, to be closed when it returns too late, with a
+            result or without; None: this branch's own.
 
         Raises:
           _Overdue: it took too long; the sandbox is another's to close now.
         """
         if self.seconds is None:
             return call()
-        held = self._sandbox
+        busy = held or self._sandbox
 
         def close(result: T | BaseException) -> None:
             if late is not None and not isinstance(result, BaseException):
                 late(result)
-            if held is not None:
-                _close(held)
+            if busy is not None:
+                _close(busy)
 
         try:
             return _within(self.seconds, call, close)

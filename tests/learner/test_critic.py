@@ -1,6 +1,10 @@
 """The critic in the learner: what it reads, what its loss changes, that it learns."""
 
 import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -16,14 +20,13 @@ from tests.learner.test_update import CONFIG, make_tree
 VALUED = dataclasses.replace(CONFIG, value_head=True)
 
 
-def make_learner(*, train_trunk=False):
-    return update_lib.make(
-        VALUED,
-        loss=LossSettings(value_weight=0.5),
-        optimizer=OptimizerSettings(learning_rate=1e-2, max_grad_norm=0.0),
-        chunk=16,
-        train_trunk=train_trunk,
-    )
+def make_learner(**changes):
+    settings = {
+        "loss": LossSettings(value_weight=0.5),
+        "optimizer": OptimizerSettings(learning_rate=1e-2, max_grad_norm=0.0),
+        "chunk": 16,
+    } | changes
+    return update_lib.make(VALUED, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -118,3 +121,45 @@ def test_the_critic_learns_its_targets(learner):
     # The last is a mean over all epochs.
     assert last["loss/value"] < 0.5 * first["loss/value"]
     assert last["diag/value_explained"] > first["diag/value_explained"]
+
+
+SHARDED = """
+import dataclasses, jax, numpy as np
+from bpo_jax.learner import mesh as mesh_lib, update as update_lib
+from bpo_jax.learner.loss import LossSettings
+from tests.learner import test_critic as t
+from tests.learner.test_update import assert_close, gradient
+
+settings = LossSettings(value_weight=0.5, value_clip=0.5, ratio="action", importance_cap=1.2)
+_, batches = t.make_batches(policy=1.0)
+batches = [t.repeated(b, 4) for b in batches]
+results = []
+for mesh in (None, mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)):
+    learner = t.make_learner(train_trunk=True, loss=settings, mesh=mesh)
+    params = t.make_state(learner).params
+    results.append(jax.device_get(gradient(learner, params, batches)))
+assert_close(results[1][0], results[0][0], rtol=1e-5)
+for name, value in results[0][1].items():
+    np.testing.assert_allclose(results[1][1][name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+"""
+
+
+def repeated(batch, rows):
+    """The first row that many times, so that rows divide over a mesh."""
+    fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+    return packing.TreeBatch(
+        **{n: None if x is None else np.repeat(x[:1], rows, axis=0) for n, x in fields.items()}
+    )
+
+
+@pytest.mark.slow
+def test_a_sharded_critic_with_ratios_of_actions_equals_an_unsharded_one():
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_PLATFORMS": "cpu",
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True,
+        timeout=600, cwd=pathlib.Path(__file__).parents[2], check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
