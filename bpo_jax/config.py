@@ -104,7 +104,7 @@ def base() -> config_dict.ConfigDict:
     branching.boundary = "turn"  # fork before a turn, or behind its first "marker"
     # Texts that end a turn's thought and begin its action; None: those of the action format.
     branching.markers = optional(tuple)
-    # What "threshold" and the post-hoc placements look at: the entropy of the "first_token", or of
+    # What "threshold" looks at: the entropy of the "first_token" (post-hoc placements, too), or of
     # a "probe": short continuations that are thrown away.
     branching.entropy = "first_token"
     branching.probes = 8  # continuations of a probe

@@ -121,6 +121,11 @@ class BranchingConfig:
                 f"branching.nested: {self.placement} forks trajectories that have ended, not their "
                 "siblings"
             )
+        if self.post_hoc and self.entropy == "probe":
+            raise ValueError(
+                f"branching.entropy='probe': {self.placement} goes by the entropy of first tokens, "
+                "since probes would have to be made at every turn"
+            )
         if self.entropy == "probe" and min(self.probes, self.probe_tokens) < 1:
             raise ValueError("branching.probes and branching.probe_tokens: at least 1 of each")
         if self.placement == "oracle" and self.oracle_rollouts < 2:
@@ -287,6 +292,7 @@ class Branching:
                 budget.roots.get(path.root, 0) < c.forks_per_root
                 and (c.forks_per_tree is None or budget.tree < c.forks_per_tree)
                 and path.since_fork >= c.min_gap
+                and path.tokens_since_fork >= c.min_gap_tokens
                 and all(
                     abs(path.since_fork - other.since_fork) >= c.min_gap
                     and abs(path.tokens_since_fork - other.tokens_since_fork) >= c.min_gap_tokens

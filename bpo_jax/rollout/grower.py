@@ -33,11 +33,12 @@ class Grower:
     Args:
       environment: the task family.
       backend: starts and forks its sandboxes.
-      engines: sample; their slots bound how many branches run at a time. A tree grows on one.
+      engines: sample; their slots bound how many branches speak at a time. A tree grows on one.
+        Siblings that wait for a slot hold their sandboxes.
       dialogue: turns messages into token ids.
       limits: of every trajectory.
-      threads: of sandboxes that work at the same time, for all engines together. A backend that
-        says it is ``inline`` needs none.
+      threads: of sandboxes that work at the same time, for all engines together, though at least
+        one for each. A backend that says it is ``inline`` needs none.
       deterministic: takes up what sandboxes have done in a fixed order and only when all have
         finished, so that the same arguments give the same trees to the last bit. Otherwise whatever
         is finished goes on at once.
@@ -111,7 +112,7 @@ class Grower:
                     engine=engine,
                     dialogue=self.dialogue,
                     limits=self.limits,
-                    threads=-(-self.threads // ways),
+                    threads=max(1, self.threads // ways) if self.threads else 0,
                     deterministic=self.deterministic,
                     clock=self.clock,
                     tasks=seeded[part::ways],
@@ -124,8 +125,8 @@ class Grower:
             growths[0].run()
         else:
             with concurrent.futures.ThreadPoolExecutor(ways) as pool:
-                under_way = [pool.submit(growth.run) for growth in growths]
                 try:
+                    under_way = [pool.submit(growth.run) for growth in growths]
                     # The first to fail ends the wait, wherever it stands.
                     first = concurrent.futures.FIRST_EXCEPTION
                     for future in concurrent.futures.wait(under_way, return_when=first).done:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from bpo_jax.rollout.branching import Branching, Path
 from bpo_jax.rollout.dialogue import Dialogue
 from bpo_jax.rollout.lines import Growing, Limits, Line, Trial
 from bpo_jax.sandbox import api
-from bpo_jax.sandbox.recoverable import RecoverableSandbox
+from bpo_jax.sandbox.recoverable import RecoverableSandbox, within
 from bpo_jax.sandbox.workers import Finished, Workers
 from bpo_jax.tree import Action, Decision, End, Tree
 
@@ -86,7 +87,6 @@ class Growth:
         self.dialogue = dialogue
         self.limits = limits
         self.max_turns = min(limits.max_turns, environment.max_turns)
-        self.threads = threads
         self.deterministic = deterministic
         self.clock = clock
         self.roots = roots
@@ -103,6 +103,7 @@ class Growth:
         self.promised = 0
         self.homes: set[Growing] = set()
         self.sandboxes: set[RecoverableSandbox] = set()
+        self.workers = Workers(threads)
         # Kept for what is tried out: branches that wait for its end hold all other slots.
         self.reserve = int(rule.config.placement != "none" and rule.config.measure != "first_token")
         if engine.free_slots <= self.reserve:
@@ -113,8 +114,8 @@ class Growth:
 
     def run(self) -> None:
         """Grows `trees` until every branch has ended, or until told to stop."""
-        self.workers = Workers(self.threads)
         try:
+            self.workers.begin()
             while not self.stopped.is_set():
                 self._admit()
                 self._take_up_finished()
@@ -198,6 +199,7 @@ class Growth:
             line.handle = self.engine.open(ids, line.path.seed)
             self.ledger.prefilled += len(ids)
         self.lines[line.handle] = line
+        line.began = self.clock()
         self._say(line)
 
     def _start(self, task: api.Task, seed: int) -> None:
@@ -276,6 +278,12 @@ class Growth:
         self.engine.read(line.handle)
         self.asked.add(line.handle)
 
+    def _count_seconds(self, line: Line) -> None:
+        """Adds to a branch the time since it was last counted; waiting for a slot is none."""
+        now = self.clock()
+        line.seconds += now - line.began
+        line.began = now
+
     def _say(self, line: Line) -> None:
         c = self.rule.config
         left = self.limits.max_turn_tokens - sum(len(part) for part in line.said)
@@ -293,6 +301,7 @@ class Growth:
     def _read(self, line: Line, entropy: float) -> None:
         """Settles how many children the decision has that a branch has come to."""
         line.decision.entropy = entropy
+        self._count_seconds(line)
         rule, path = self.rule, line.path
         candidate = line.decision.mid_turn == (rule.config.boundary == "marker")
         if path.turn == 0 and not line.decision.mid_turn:
@@ -344,9 +353,12 @@ class Growth:
         if sandbox is None or not theirs:
             return
         self.sandboxes.update(theirs)
+        line.home.open += 1  # its snapshots are needed until this is done
 
         def forked(snapshots: int) -> None:
             self.ledger.snapshots += snapshots
+            self._count_replays(sandbox)
+            self._leave(line.home)
 
         self.workers.submit([sandbox, *theirs], lambda: sandbox.fork(theirs, live=live), forked)
 
@@ -371,6 +383,7 @@ class Growth:
         else:
             measure = float(np.std(trial.returns, ddof=1)) if len(trial.returns) > 1 else 0.0
         trial.line.decision.measure = measure
+        trial.line.began = self.clock()
         self._decide(trial.line, measure)
 
     # Choosing forks of a trajectory that has ended.
@@ -384,20 +397,20 @@ class Growth:
         line.stops.append(stop)
         self._fork_sandbox(line, [stop], live=False)
 
-    def _fork_stops(self, line: Line) -> None:
+    def _fork_stops(self, line: Line, *, lost: bool) -> None:
+        """Forks the decisions of a trajectory that has ended; a lost one has no return to go by."""
         stops, line.stops = line.stops, []
-        if not stops:
-            return
-        candidates = [(stop.path, float(stop.decision.entropy or 0.0)) for stop in stops]
-        choice = self.rule.choose(candidates, line.home.budget)
-        if choice.inclusion is not None:
-            for stop, probability in zip(stops, choice.inclusion, strict=True):
-                stop.decision.inclusion = probability
-        for index in choice.forks:
-            self.ledger.forks += 1
-            siblings = lines_lib.siblings_of(stops[index], self.rule.config.siblings)
-            self.sandboxes.update(s.sandbox for s in siblings if s.sandbox is not None)
-            self.waiting += siblings
+        if stops and not lost:
+            candidates = [(stop.path, float(stop.decision.entropy or 0.0)) for stop in stops]
+            choice = self.rule.choose(candidates, line.home.budget)
+            if choice.inclusion is not None:
+                for stop, probability in zip(stops, choice.inclusion, strict=True):
+                    stop.decision.inclusion = probability
+            for index in choice.forks:
+                self.ledger.forks += 1
+                siblings = lines_lib.siblings_of(stops[index], self.rule.config.siblings)
+                self.sandboxes.update(s.sandbox for s in siblings if s.sandbox is not None)
+                self.waiting += siblings
         for stop in stops:
             if stop.sandbox is not None:
                 self._close(stop.sandbox)
@@ -460,8 +473,7 @@ class Growth:
     def _acted(self, line: Line, result: api.StepResult | api.InfraError) -> None:
         action, sandbox = line.action, line.sandbox
         assert sandbox is not None
-        self.ledger.replayed_steps += sandbox.replayed
-        sandbox.replayed = 0
+        self._count_replays(sandbox)
         if isinstance(result, api.InfraError):
             action.info["error"] = str(result)
             self._end(line, "masked")
@@ -474,11 +486,15 @@ class Growth:
             action.reward -= self.limits.invalid_penalty
         self._observe(line, result)
 
+    def _count_replays(self, sandbox: RecoverableSandbox) -> None:
+        self.ledger.replayed_steps += sandbox.replayed
+        sandbox.replayed = 0
+
     def _observe(self, line: Line, result: api.StepResult) -> None:
         """Shows a branch what its turn led to, or ends it."""
         action, limits = line.action, self.limits
         line.invalid = line.invalid + 1 if action.info.get("invalid") else 0
-        line.seconds += self.clock() - line.began
+        self._count_seconds(line)
         line.earned += action.reward
         if result.done:
             self._end(line, "done")
@@ -523,7 +539,7 @@ class Growth:
         if trial is None:
             line.action.end = end
             self.ledger.returns += end != "masked"
-            self._fork_stops(line)
+            self._fork_stops(line, lost=end == "masked")
         elif line.sandbox is not None and end != "masked":
             trial.returns.append(line.earned)
         self._leave(line.home)
@@ -545,18 +561,35 @@ class Growth:
 
     def _release(self, home: Growing) -> None:
         while home.snapshots:
+            snapshot = home.snapshots.pop()
             # What cannot be released is lost to nobody but the disk; growing goes on.
             with contextlib.suppress(api.InfraError):
-                self.backend.release(home.snapshots.pop())
+                within(
+                    self.limits.step_seconds,
+                    functools.partial(self.backend.release, snapshot),
+                )
 
     def _break_off(self) -> None:
-        """Leaves nothing behind: neither sandbox, snapshot nor engine branch."""
+        """Leaves nothing behind: neither engine branch, sandbox nor snapshot.
+
+        Something has failed, and more may fail here; what did first is what is reported.
+        """
+        for handle in self.lines:
+            with _logged("freeing an engine branch"):
+                self.engine.free(handle)
         self.workers.close(PATIENCE)
         for sandbox in self.sandboxes:
-            sandbox.close()
+            with _logged("closing a sandbox"):
+                sandbox.close()
         for home in self.homes:
-            self._release(home)
-        for handle in self.lines:
-            # Perhaps it is the engine that has failed.
-            with contextlib.suppress(Exception):
-                self.engine.free(handle)
+            while home.snapshots:
+                with _logged("releasing a snapshot"):
+                    self._release(home)
+
+
+@contextlib.contextmanager
+def _logged(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        logger.exception("%s failed", what)

@@ -113,6 +113,10 @@ class RecoverableSandbox:
         with self._alone(), contextlib.suppress(api.InfraError):
             sandbox = self._live()
             snapshot = self._call(sandbox.snapshot, late=self.backend.release)
+            if self._closed:
+                # Whoever owns the list may have looked for the last time.
+                self.backend.release(snapshot)
+                return 0
             self.snapshots.append(snapshot)
             self._anchor = snapshot, len(self._history)
             taken = 1
@@ -152,7 +156,8 @@ class RecoverableSandbox:
     def _drop(self) -> None:
         sandbox, self._sandbox = self._sandbox, None
         if sandbox is not None:
-            _close(sandbox)
+            with contextlib.suppress(api.InfraError):
+                within(self.seconds, sandbox.close)
 
     def _fresh(self) -> tuple[api.Sandbox, api.StepResult]:
         sandbox = self._call(lambda: self.backend.start(self.task), late=_close)
@@ -213,18 +218,20 @@ class RecoverableSandbox:
         Raises:
           _Overdue: it took too long; the sandbox is another's to close now.
         """
-        if self.seconds is None:
-            return call()
+        if self._closed:
+            raise api.InfraError("the branch has been given up")
         busy = held or self._sandbox
 
         def close(result: T | BaseException) -> None:
-            if late is not None and not isinstance(result, BaseException):
-                late(result)
-            if busy is not None:
-                _close(busy)
+            try:
+                if late is not None and not isinstance(result, BaseException):
+                    late(result)
+            finally:
+                if busy is not None:
+                    _close(busy)
 
         try:
-            return _within(self.seconds, call, close)
+            return within(self.seconds, call, close)
         except _Overdue:
             self._sandbox = None
             raise
@@ -234,8 +241,23 @@ class _Overdue(api.InfraError):
     """A call to a sandbox that took too long."""
 
 
-def _within(seconds: float, call: Callable[[], T], late: Callable[[T | BaseException], None]) -> T:
-    """Runs a call in a thread of its own and gives up on it after `seconds`."""
+def within(
+    seconds: float | None,
+    call: Callable[[], T],
+    late: Callable[[T | BaseException], None] | None = None,
+) -> T:
+    """Runs a call to a sandbox or backend, and gives up on it after `seconds`.
+
+    Args:
+      seconds: None: as long as it takes, and in this thread.
+      call: goes on in a thread of its own when it has been given up on.
+      late: is then called there with what came of it.
+
+    Raises:
+      InfraError: it took too long.
+    """
+    if seconds is None:
+        return call()
     lock, done = threading.Lock(), threading.Event()
     outcome: list[T | BaseException] = []
     abandoned = False
@@ -250,8 +272,9 @@ def _within(seconds: float, call: Callable[[], T], late: Callable[[T | BaseExcep
             done.set()
             if not abandoned:
                 return
-        with contextlib.suppress(Exception):
-            late(result)
+        if late is not None:
+            with contextlib.suppress(Exception):
+                late(result)
 
     threading.Thread(target=run, daemon=True).start()
     done.wait(seconds)

@@ -62,6 +62,9 @@ class Workers:
         """Pieces of work submitted and not yet collected."""
         # Daemons: a call that never returns must not keep the program from ending.
         self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(threads)]
+
+    def begin(self) -> None:
+        """Starts the threads."""
         for thread in self._threads:
             thread.start()
 
@@ -112,7 +115,8 @@ class Workers:
             self._ready.put(None)
         end = time.monotonic() + patience
         for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
+            if thread.ident is not None:
+                thread.join(max(0.0, end - time.monotonic()))
 
     def _serve(self) -> None:
         while (work := self._ready.get()) is not None:
@@ -120,10 +124,14 @@ class Workers:
                 self._run(work)
 
     def _run(self, work: _Work) -> None:
-        value, error = None, None
+        value: Any = None
+        error: BaseException | None = None
         try:
             value = work.call()
-        except Exception as raised:
+        except BaseException as raised:
+            # In a thread of its own nobody else would hear of it.
+            if not self._threads and not isinstance(raised, Exception):
+                raise
             error = raised
         if self._threads:
             self._let_go(work)

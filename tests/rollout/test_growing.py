@@ -137,12 +137,14 @@ def _grow(grower, *, n=3, roots=2, rule=None, ledger=None):
     boundary=st.sampled_from(["turn", "marker"]),
     slots=st.sampled_from([3, 7, 64]),
     retries=st.integers(0, 2),
+    invalid_every=st.sampled_from([0, 3, 1]),
 )
 def test_whatever_fails_nothing_is_left_and_the_ledger_adds_up(
-    seed, failing, deterministic, placement, boundary, slots, retries
+    seed, failing, deterministic, placement, boundary, slots, retries, invalid_every
 ):
     ledger = Ledger()
     environment = scripted.SlowEnvironment(failing=failing, seed=seed)
+    environment.invalid_every = invalid_every
     engine = scripted.Engine(slots=slots, delays=3, order=seed)
     threads = threading.active_count()
     rule = toys.branching(
@@ -308,6 +310,104 @@ def test_seconds_are_an_outcome_counted_over_a_trajectorys_turns():
     assert ends["truncated"] and not ends["masked"]
     plain = toys.grow(n=4, rule=toys.branching(placement="none"), engine=scripted.Engine())
     assert sum(len(t.actions()) for t in trees) < sum(len(t.actions()) for t in plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "slots"),
+    [
+        ({"placement": "threshold"}, 1),
+        ({"placement": "post_hoc_top_m", "forks_per_root": 3}, 1),
+        ({"entropy": "probe", "initial_threshold": 0.5}, 2),  # one of them is for the probes
+        ({"placement": "oracle"}, 2),
+    ],
+)
+def test_seconds_do_not_count_while_a_branch_waits(options, slots):
+    """Branches go on one after the other, and every turn that is sampled takes a second."""
+    rule = toys.branching(**options)
+    whole = toys.grow(n=2, roots=2, rule=rule, engine=scripted.Engine(slots=slots))
+    engine = scripted.Engine(slots=slots)
+    limited = toys.grow(
+        n=2, roots=2, rule=rule, engine=engine, max_seconds=6.5,
+        clock=lambda: float(sum(kind == "say" for kind, _ in engine.events)),
+    )  # fmt: skip
+    # None has more than six turns of its own.
+    assert facts(limited) == facts(whole)
+    assert sum(len(t.actions()) for t in whole) > 12
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_snapshots_outlive_the_forks_that_are_made_of_them(deterministic):
+    """Turns without an action end their branches before the sandboxes have been forked."""
+
+    class Environment(scripted.SlowEnvironment):
+        def call(self, task, turns):
+            time.sleep(0.002)
+
+        def fork(self, snapshot, k):
+            assert self.released < self.taken
+            return super().fork(snapshot, k)
+
+    environment = Environment()
+    environment.invalid_every = 1
+    for _ in range(10):
+        toys.grow(
+            n=3, roots=3, engine=scripted.Engine(), environment=environment, max_turns=1,
+            deterministic=deterministic,
+        )  # fmt: skip
+    assert environment.taken == environment.released > 0
+    assert environment.opened == environment.closed
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_whatever_a_sandbox_raises_in_its_thread_ends_the_run(error):
+    class Environment(scripted.SlowEnvironment):
+        def call(self, task, turns):
+            if turns == 1:
+                raise error
+
+    environment, engine = Environment(), scripted.Engine()
+    with pytest.raises(type(error)):
+        toys.grow(n=3, engine=engine, environment=environment)
+    assert_nothing_left(environment, engine)
+
+
+def test_closing_and_releasing_have_their_limit_as_well():
+    hanging = threading.Event()
+
+    class Sandbox(scripted.SlowSandbox):
+        def close(self):
+            hanging.wait(5)
+            super().close()
+
+    class Environment(scripted.SlowEnvironment):
+        def start(self, task):
+            return Sandbox(self, task)
+
+        def release(self, snapshot):
+            hanging.wait(5)
+            super().release(snapshot)
+
+    began = time.monotonic()
+    toys.grow(n=1, roots=2, engine=scripted.Engine(), environment=Environment(), step_seconds=0.05)
+    assert time.monotonic() - began < 2
+    hanging.set()
+
+
+def test_what_fails_while_breaking_off_hides_neither_the_error_nor_the_rest():
+    class Sandbox(scripted.SlowSandbox):
+        def close(self):
+            super().close()
+            raise ZeroDivisionError("a bug in close")
+
+    class Environment(scripted.SlowEnvironment):
+        def start(self, task):
+            return Sandbox(self, task)
+
+    environment = Environment()
+    engine = scripted.Engine(fails_at=(5, RuntimeError("the engine")), delays=9)
+    with pytest.raises(RuntimeError, match="the engine"):
+        toys.grow(n=3, engine=engine, environment=environment)
+    assert_nothing_left(environment, engine)
 
 
 def test_turns_without_an_action_in_a_row_end_a_trajectory():
