@@ -27,6 +27,7 @@ from bpo_jax.models import partition
 from bpo_jax.models.config import DecoderConfig as DecoderConfig
 from bpo_jax.models.config import Remat as Remat
 from bpo_jax.models.layers import linear, rms_norm, rope_angles, rotate
+from bpo_jax.models.remat import rematerialised
 from bpo_jax.models.tree_attention import tree_attention
 
 Params = dict[str, Any]
@@ -236,14 +237,7 @@ class Decoder(nnx.Module):
             x_bsd = nnx.merge(graphdef, params)(x_bsd, rope, attend_here)
             return partition.constrain(x_bsd, mesh, ("batch", "length", None)), kept[0]
 
-        if c.remat != "none":
-            policies = jax.checkpoint_policies
-            keep = {
-                "full": policies.nothing_saveable,
-                "dots": policies.dots_with_no_batch_dims_saveable,
-            }
-            # Inside a scan the barriers against common subexpressions would only cost time.
-            layer = jax.checkpoint(layer, policy=keep[c.remat], prevent_cse=False)
+        layer = rematerialised(layer, c.remat)
         x_bsd = partition.constrain(self._embed(tokens_bs), mesh, ("batch", "length", None))
         x_bsd, kept = jax.lax.scan(layer, x_bsd, (nnx.to_pure_dict(stacked), per_layer))
         return rms_norm(x_bsd, self.final_norm[...], c.rms_norm_eps), kept
