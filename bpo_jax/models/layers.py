@@ -31,9 +31,17 @@ def _linear_forward(x, w, axes):
 def _linear_backward(axes, saved, d_out):
     x, w = saved
     tokens = tuple(range(x.ndim - axes))
-    of_out, of_w = range(len(tokens), d_out.ndim), range(axes, w.ndim)
-    d_x = lax.dot_general(d_out, w, ((tuple(of_out), tuple(of_w)), ((), ())))
-    d_w = lax.dot_general(x, d_out, ((tokens, tokens), ((), ())))
+    of_out, of_w = tuple(range(len(tokens), d_out.ndim)), tuple(range(axes, w.ndim))
+    d_x = lax.dot_general(d_out, w, ((of_out, of_w), ((), ())))
+
+    def over_tokens(left, right):
+        return lax.dot_general(left, right, ((tokens, tokens), ((), ())))
+
+    # XLA turns the left side around, so that is the narrower one.
+    if d_out.size < x.size:
+        d_w = jnp.moveaxis(over_tokens(d_out, x), range(-axes, 0), range(axes))
+    else:
+        d_w = over_tokens(x, d_out)
     return d_x, d_w
 
 
