@@ -14,8 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from bpo_jax.models import visibility
+from bpo_jax.models.remat import ATTENTION_RESULTS
 
 BLOCK_Q, BLOCK_K = 128, 256
 """Where scores of a block pair and its inputs stay in a CPU core's cache, measured for heads of 64;
@@ -180,6 +182,7 @@ def _forward(layout, q, k, v, index_bs, end_bt):
         return carry, (out.astype(q.dtype), logz)
 
     _, (out, logz) = _for_live_blocks(layout, index_bs, end_bt, (), block)
+    out, logz = (checkpoint_name(x, ATTENTION_RESULTS) for x in (out, logz))
     return out, (q, k, v, index_bs, end_bt, out, logz)
 
 
@@ -188,7 +191,7 @@ def _backward(layout, saved, d_out):
     heads = q.shape[2]
     accumulate = jnp.promote_types(q.dtype, jnp.float32)
     # sum_j p_ij dp_ij, without the p: it is the product of the output and its cotangent.
-    delta = jnp.sum(out.astype(accumulate) * d_out.astype(accumulate), axis=-1)
+    delta = _matmul("bnhid,bnhid->bnhi", out, d_out)
 
     def head(d_q, q, k, v, mask, d_out, logz, delta):
         weights = jnp.exp(_matmul("id,jd->ij", q, k) + mask - logz[:, None])

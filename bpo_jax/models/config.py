@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any
 
+from bpo_jax.models.remat import Remat as Remat
 from bpo_jax.models.tree_attention import Implementation
-
-Remat = Literal["none", "dots", "full"]
-
 
 _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
@@ -54,7 +52,7 @@ class DecoderConfig:
       param_dtype: of the stored parameters, cast to `dtype` where they are used.
       max_positions: longest path the model is made for.
       remat: what the backward pass of the packed forward recomputes: nothing, all but the matrix
-        products, or every layer from its input.
+        products and the results of attention, or every layer from its input.
       attention: implementation of `tree_attention` in the packed forward.
     """
 

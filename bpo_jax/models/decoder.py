@@ -26,6 +26,8 @@ from jaxtyping import Array, Float, Int
 from bpo_jax.models import partition
 from bpo_jax.models.config import DecoderConfig as DecoderConfig
 from bpo_jax.models.config import Remat as Remat
+from bpo_jax.models.layers import linear, rms_norm, rope_angles, rotate
+from bpo_jax.models.remat import rematerialised
 from bpo_jax.models.tree_attention import tree_attention
 
 Params = dict[str, Any]
@@ -99,7 +101,7 @@ class Block(nnx.Module):
         c = self.config
         dtype = x_btd.dtype
         h_btd = rms_norm(x_btd, self.attention_norm[...], c.rms_norm_eps)
-        q, k, v = (_project(h_btd, w[...].astype(dtype)) for w in (self.q, self.k, self.v))
+        q, k, v = (linear(h_btd, w[...].astype(dtype)) for w in (self.q, self.k, self.v))
         if c.qkv_bias:
             q = q + self.q_bias[...].astype(dtype)
             k = k + self.k_bias[...].astype(dtype)
@@ -107,18 +109,14 @@ class Block(nnx.Module):
         if c.qk_norm:
             q = rms_norm(q, self.q_norm[...], c.rms_norm_eps)
             k = rms_norm(k, self.k_norm[...], c.rms_norm_eps)
-        out_bthd = attend(rotate(q, *rope), rotate(k, *rope), v)
-        x_btd = x_btd + jnp.einsum("bthn,hnd->btd", out_bthd, self.o[...].astype(dtype))
+        out_bthn = attend(rotate(q, *rope), rotate(k, *rope), v)
+        x_btd = x_btd + linear(out_bthn, self.o[...].astype(dtype), 2)
         if c.o_bias:
             x_btd = x_btd + self.o_bias[...].astype(dtype)
         h_btd = rms_norm(x_btd, self.mlp_norm[...], c.rms_norm_eps)
-        gate = jax.nn.silu(h_btd @ self.gate[...].astype(dtype))
-        up = h_btd @ self.up[...].astype(dtype)
-        return x_btd + (gate * up) @ self.down[...].astype(dtype)
-
-
-def _project(x_btd: jax.Array, w_dhn: jax.Array) -> jax.Array:
-    return jnp.einsum("btd,dhn->bthn", x_btd, w_dhn)
+        gate = jax.nn.silu(linear(h_btd, self.gate[...].astype(dtype)))
+        up = linear(h_btd, self.up[...].astype(dtype))
+        return x_btd + linear(gate * up, self.down[...].astype(dtype))
 
 
 class Decoder(nnx.Module):
@@ -239,14 +237,7 @@ class Decoder(nnx.Module):
             x_bsd = nnx.merge(graphdef, params)(x_bsd, rope, attend_here)
             return partition.constrain(x_bsd, mesh, ("batch", "length", None)), kept[0]
 
-        if c.remat != "none":
-            policies = jax.checkpoint_policies
-            keep = {
-                "full": policies.nothing_saveable,
-                "dots": policies.dots_with_no_batch_dims_saveable,
-            }
-            # Inside a scan the barriers against common subexpressions would only cost time.
-            layer = jax.checkpoint(layer, policy=keep[c.remat], prevent_cse=False)
+        layer = rematerialised(layer, c.remat)
         x_bsd = partition.constrain(self._embed(tokens_bs), mesh, ("batch", "length", None))
         x_bsd, kept = jax.lax.scan(layer, x_bsd, (nnx.to_pure_dict(stacked), per_layer))
         return rms_norm(x_bsd, self.final_norm[...], c.rms_norm_eps), kept
@@ -315,36 +306,6 @@ class Decoder(nnx.Module):
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
         return self.embedding[...].at[tokens].get(mode="clip").astype(jnp.dtype(self.config.dtype))
-
-
-def rms_norm(x: jax.Array, scale_d: jax.Array, eps: float) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) * scale over the last axis, computed in float32."""
-    x32 = x.astype(jnp.float32)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * scale_d.astype(jnp.float32)).astype(x.dtype)
-
-
-def rope_angles(config: DecoderConfig, position_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines [b, t, 1, head_dim/2] of the rotary angles, float32."""
-    half = config.head_dim // 2
-    frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    scaling = config.rope_scaling
-    if scaling is not None:
-        turns = scaling.original_max_positions * frequency / (2 * math.pi)
-        kept = (turns - scaling.low_freq_factor) / (
-            scaling.high_freq_factor - scaling.low_freq_factor
-        )
-        kept = jnp.clip(kept, 0.0, 1.0)
-        frequency = frequency * (kept + (1.0 - kept) / scaling.factor)
-    angle = position_bt[..., None, None].astype(jnp.float32) * frequency
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(x_bthn: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turns the pairs (i, i + head_dim/2) of every head, in float32."""
-    first, second = jnp.split(x_bthn.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x_bthn.dtype)
 
 
 def init(config: DecoderConfig, seed: int, shardings: Any = None) -> tuple[nnx.GraphDef, Params]:

@@ -23,11 +23,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from bpo_jax.models import visibility
 from bpo_jax.models.live_pairs import Pairs
+from bpo_jax.models.remat import ATTENTION_RESULTS
 
 BLOCK_Q, BLOCK_K = 512, 512
 
@@ -295,6 +297,7 @@ def _forward(sizes, q, k, v, index_bs, end_bt):
         + [((block_q, d), jnp.float32)],
     )
     out = _written(out, jnp.any(live, axis=2))
+    out, log_total = (checkpoint_name(x, ATTENTION_RESULTS) for x in (out, log_total))
     return out, (q, k, v, index_bs, end_bt, out, log_total)
 
 
