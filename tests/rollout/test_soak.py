@@ -26,16 +26,16 @@ def test_random_load_with_failing_sandboxes_leaves_nothing_behind():
     end, rounds = time.monotonic() + SECONDS, 0
     while time.monotonic() < end:
         rounds += 1
+        placement = rng.choice(
+            ["none", "threshold", "random", "uniform", "oracle", "post_hoc_top_m", "post_hoc_ht"]
+        )
         rule = toys.branching(
-            placement=rng.choice(
-                ["none", "threshold", "random", "uniform", "oracle", "post_hoc_top_m"]
-                + ["post_hoc_ht"]
-            ),
+            placement=placement,
             siblings=rng.randint(2, 4),
             forks_per_root=rng.randint(1, 4),
             boundary=rng.choice(["turn", "marker"]),
             markers=("7", "12"),
-            entropy=rng.choice(["first_token", "probe"]),
+            entropy="first_token" if "post" in placement else rng.choice(["first_token", "probe"]),
             probes=3,
             quantile=0.5,
             initial_threshold=rng.choice([0.0, 1.0]),
@@ -46,6 +46,7 @@ def test_random_load_with_failing_sandboxes_leaves_nothing_behind():
             failing=rng.choice([0.0, 0.05, 0.3]),
             seed=rounds,
         )
+        environment.invalid_every = rng.choice([0, 0, 3])
         ledger = Ledger()
         trees = toys.grow(
             n=rng.randint(1, 6),
