@@ -10,6 +10,10 @@ one JSON object; seconds are medians, ratios medians over pairs of runs taken on
 `flop_ratio` is what the ratio would be if time were FLOPs; those are counted from the shapes, with
 attention's visible pairs only. A training step counts three times the forward pass: what
 rematerialisation computes again is not counted.
+
+Where Linux gives huge pages on request alone (``madvise`` in /sys/kernel/mm/transparent_hugepage),
+``GLIBC_TUNABLES=glibc.malloc.hugetlb=1`` requests them: training is then 1.1 times as fast, since
+the gigabytes that a step allocates anew need 500 times fewer page faults.
 """
 
 from __future__ import annotations
